@@ -1,0 +1,146 @@
+"""Plain types that cross the boundary between the engine and whoever drives it. No arrays, no jax.
+
+The HTTP edge sees an engine only as the `EngineClient` protocol below, so every test of the edge can run
+against a scripted engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, as the engine knows it (stop strings and tool calls are found above it)."""
+
+    STOP = "stop"  # a stop token was sampled
+    LENGTH = "length"  # max_tokens, or the slot's context, is used up
+    CANCELLED = "cancelled"  # the caller went away
+    ERROR = "error"  # a step failed, or its logits were unusable
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one row's next token is drawn. All of it is data of a step, none of it a shape.
+
+    temperature <= 0 is greedy (lowest id wins ties). top_k 0, top_p 1 and min_p 0 switch those filters off.
+    seed None means: the engine picks one; the same seed and the same logits give the same tokens.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.05
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One API call's work for the engine.
+
+    prompt: token ids, at least one. max_tokens: None means as many as the slot's context allows.
+    A sampled token in stop_token_ids ends the request; it is not delivered as a Token event but is counted nowhere.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request got a slot; prefill begins. n_cached tokens of the prompt were already in the slot."""
+
+    request_id: int
+    n_prompt: int
+    n_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A quantum of the prompt is done: n_done of n_prompt tokens (cached ones included) are in the cache."""
+
+    request_id: int
+    n_done: int
+    n_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token."""
+
+    request_id: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last event of a request; there is exactly one. n_generated counts the delivered tokens."""
+
+    request_id: int
+    reason: FinishReason
+    n_prompt: int
+    n_cached: int
+    n_generated: int
+    error: str | None = None
+
+
+Event = Started | Prefilled | Token | Finish
+Sink = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start, and gauges of this moment.
+
+    steps counts decode launches by bucket; rows counts live rows by bucket, so occupancy of a bucket is rows / (steps * bucket).
+    """
+
+    n_slots: int
+    n_ctx: int
+    n_running: int
+    n_waiting: int
+    n_prefilling: int
+    steps: dict[int, int]
+    rows: dict[int, int]
+    prefill_chunks: int
+    prefill_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    finished: dict[str, int]
+    failed_steps: int
+    compile_misses: int
+    coalesce_wait_us: int
+
+    @property
+    def occupancy(self) -> float:
+        """Live rows / padded rows over all decode steps; 0 before the first."""
+        padded = sum(bucket * n for bucket, n in self.steps.items())
+        return sum(self.rows.values()) / padded if padded else 0.0
+
+
+class EngineClient(Protocol):
+    """What the HTTP edge may ask of an engine. All methods are thread safe and return at once."""
+
+    @property
+    def n_ctx(self) -> int: ...
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+        """Queue a request; events reach `sink` in order, on the engine's thread (it must not block).
+
+        Raises QueueFullError, EngineStoppedError, ContextLengthError or RequestError.
+        """
+        ...
+
+    def cancel(self, request_id: int) -> None:
+        """End a request early, queued or running; its Finish (cancelled) still comes. Unknown ids are ignored."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def alive(self) -> bool:
+        """Whether the engine's thread runs and its last step did not hang."""
+        ...

@@ -1,0 +1,92 @@
+"""What the engine asks of the device, as plain types; `runner.Runner` answers with JAX, tests with a script.
+
+The engine decides which rows run; the device owns the weights, the cache and the compiled programs, and knows
+nothing of requests. Launches return at once: results are read later through a `StepHandle`, so the next step can be
+enqueued before the tokens of the last one are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ds4jax.serving.engine.api import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One live row of a decode batch.
+
+    token: the id to feed, or None for the one that the device itself sampled last for this slot (it never left the device).
+    sampling: its seed must be set (an int).
+    """
+
+    slot: int
+    token: int | None
+    sampling: SamplingParams
+
+
+class DeviceStepError(Exception):
+    """A step failed on the device, at its launch or when its result was read.
+
+    Args:
+        cause: what the device said, in one line.
+        cache_lost: the cache went with it; every slot is empty now.
+    """
+
+    def __init__(self, cause: str, *, cache_lost: bool) -> None:
+        super().__init__(cause)
+        self.cause, self.cache_lost = cause, cache_lost
+
+
+class StepHandle(Protocol):
+    """The result of one enqueued step."""
+
+    def tokens(self) -> list[int]:
+        """Wait for the step; the sampled token of each live row, -1 where its logits were NaN or all equal. Raises DeviceStepError."""
+        ...
+
+    def logits(self) -> Any:
+        """Wait for the step; NumPy float32 [live rows, V]. Raises DeviceStepError."""
+        ...
+
+
+class Device(Protocol):
+    """Slots, buckets and the two launches."""
+
+    @property
+    def n_slots(self) -> int: ...
+
+    @property
+    def n_ctx(self) -> int: ...
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Padded row counts with a compiled program, ascending; the last is n_slots."""
+        ...
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        """Padded chunk lengths (tokens) with a compiled program, ascending."""
+        ...
+
+    def decode(self, rows: Sequence[Row]) -> StepHandle:
+        """Enqueue one decode step of 1 to n_slots rows with distinct slots. Raises DeviceStepError."""
+        ...
+
+    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> StepHandle:
+        """Enqueue one prefill chunk that continues the slot; tokens: 1 to the largest prefill bucket.
+
+        The handle's single row belongs to the last token. Raises DeviceStepError.
+        """
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Make a slot empty (position 0). Enqueued in order with the steps. Raises DeviceStepError."""
+        ...
+
+    @property
+    def compile_misses(self) -> int:
+        """Programs compiled after warm-up; stays 0."""
+        ...
