@@ -1,0 +1,190 @@
+"""Generated tokens to deltas, piece by piece.
+
+Each stage holds back only what the next piece could still change, and gives in the end the same text however the bytes
+were cut into pieces. The order of the stages decides what they see:
+
+    bytes -> Utf8Decoder -> StopStrings -> ReasoningSplitter -> deltas
+
+Stop strings therefore match the whole raw generation, reasoning and tags included, and a match is never sent.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ds4jax.text.special import END_THINK, THINK
+
+Kind = Literal["reasoning", "content"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of the reply that can be sent."""
+
+    kind: Kind
+    text: str
+
+
+class Utf8Decoder:
+    """Decode bytes that arrive cut anywhere; hold an incomplete character (at most 3 bytes)."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, data: bytes) -> str:
+        """Decode what is whole by now; bytes that are no UTF-8 become U+FFFD."""
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        """End the input: an incomplete character becomes U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Find the first of several strings in text that arrives in pieces.
+
+    The match that starts earliest wins, the longest where several start together. So a match waits while a longer one, or one
+    that starts before it, is still possible. Empty stop strings are ignored.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted(filter(None, set(stops)), key=len, reverse=True)
+        self._longest = len(self._stops[0]) if self._stops else 1
+        # Longest first: an alternation takes the first branch that fits. "(?!)" never fits.
+        self._pattern = re.compile("|".join(map(re.escape, self._stops)) or "(?!)")
+        self._held = ""
+        self.hit: str | None = None
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Return the text that is safe to send, and the stop string once it is certain. After a hit no text is safe."""
+        if self.hit is not None:
+            return "", self.hit
+        text = self._held + text
+        return self._take(text, open_at=self._first_open(text))
+
+    def flush(self) -> tuple[str, str | None]:
+        """End the input: what was held is safe, or holds a match that waited."""
+        return self._take(self._held, open_at=len(self._held))
+
+    def _take(self, text: str, open_at: int) -> tuple[str, str | None]:
+        match = self._pattern.search(text)
+        if match and match.start() < open_at:
+            self._held, self.hit = "", match.group()
+            return text[: match.start()], self.hit
+        self._held = text[open_at:]
+        return text[:open_at], self.hit
+
+    def _first_open(self, text: str) -> int:
+        """Where the first stop string starts that could still become whole; the length of the text if none."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            tail = text[start:]
+            if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
+                return start
+        return len(text)
+
+
+class ReasoningSplitter:
+    """Part the text of a generation at its first `</think>`.
+
+    Args:
+        thinking: whether the prompt has opened `<think>`. If not, all is content.
+
+    A `<think>` at the very start only repeats the prompt and is dropped. Without `</think>` all stays reasoning: a reply cut
+    by its length never turns thoughts into an answer.
+    """
+
+    def __init__(self, thinking: bool) -> None:
+        self._at_start = thinking
+        self._held = ""
+        self.in_reasoning = thinking
+
+    def feed(self, text: str) -> list[tuple[Kind, str]]:
+        """Return the pieces that are certain by now, none of them empty."""
+        if not self.in_reasoning:
+            return _pieces(("content", text))
+        text = self._held + text
+        if self._at_start:
+            if len(text) < len(THINK) and THINK.startswith(text):
+                self._held = text
+                return []
+            self._at_start = False
+            text = text.removeprefix(THINK)
+        reasoning, tag, content = text.partition(END_THINK)
+        if tag:
+            self._held, self.in_reasoning = "", False
+            return _pieces(("reasoning", reasoning), ("content", content))
+        n_held = _overlap(text, END_THINK)
+        self._held = text[len(text) - n_held :]
+        return _pieces(("reasoning", text[: len(text) - n_held]))
+
+    def flush(self) -> list[tuple[Kind, str]]:
+        """End the input: half a tag was only text."""
+        held, self._held = self._held, ""
+        return _pieces(("reasoning", held))
+
+
+class TextStream:
+    """Turn the bytes of generated tokens into deltas.
+
+    Args:
+        thinking: whether the prompt has opened `<think>`.
+        stops: stop strings.
+    """
+
+    def __init__(self, *, thinking: bool, stops: Sequence[str] = ()) -> None:
+        self._decoder = Utf8Decoder()
+        self._stops = StopStrings(stops)
+        self._splitter = ReasoningSplitter(thinking)
+
+    @property
+    def stop_hit(self) -> str | None:
+        """The stop string that ended the text, if one did. The caller then ends the request; what it still feeds is ignored."""
+        return self._stops.hit
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next token still belongs to the reasoning."""
+        return self._splitter.in_reasoning
+
+    def feed(self, token: bytes) -> list[Delta]:
+        """Take the bytes of one token or of several; return what can be sent: at most one delta of a kind, none empty."""
+        if self.stop_hit is not None:
+            return []
+        safe, hit = self._stops.feed(self._decoder.feed(token))
+        # After a stop string nothing can follow, so half a tag before it is text.
+        return self._split(safe, last=hit is not None)
+
+    def finish(self) -> list[Delta]:
+        """End the generation and return what was held back. Look at `stop_hit` once more: a match may have waited for this."""
+        if self.stop_hit is not None:
+            return []
+        safe, _ = self._stops.feed(self._decoder.flush())
+        rest, _ = self._stops.flush()
+        return self._split(safe + rest, last=True)
+
+    def _split(self, text: str, *, last: bool) -> list[Delta]:
+        pieces = self._splitter.feed(text)
+        return _join_kinds(pieces + self._splitter.flush() if last else pieces)
+
+
+def _pieces(*pieces: tuple[Kind, str]) -> list[tuple[Kind, str]]:
+    return [piece for piece in pieces if piece[1]]
+
+
+def _join_kinds(pieces: Iterable[tuple[Kind, str]]) -> list[Delta]:
+    """Join neighbours of one kind."""
+    deltas: list[Delta] = []
+    for kind, text in pieces:
+        if deltas and deltas[-1].kind == kind:
+            text = deltas.pop().text + text
+        deltas.append(Delta(kind, text))
+    return deltas
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of the text that starts the tag without being all of it."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
