@@ -1,0 +1,43 @@
+# Everything a fresh machine with Python >= 3.11 and make needs. `make serve` and `make test` do all the set-up themselves.
+PYTHON ?= python3
+VENV   ?= .venv
+MODEL  ?=
+ARGS   ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: serve test check bench clean
+.DEFAULT_GOAL := serve
+
+# Without MODEL: a small model with random weights, made on the first run.
+serve: $(VENV)/.ready
+	$(BIN)/ds4jax serve $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
+
+test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layering.py
+
+bench: $(VENV)/.ready
+	$(BIN)/ds4jax bench $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis ds4jax.egg-info
+	rm -rf $(VENV) .venv-newest
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "ds4jax needs Python 3.11 or newer, got " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: an environment is set up once, and again when the dependencies change.
+$(VENV)/.ready: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.ready-test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@ $(VENV)/.ready
