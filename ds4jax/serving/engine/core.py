@@ -1,0 +1,349 @@
+"""The engine without its thread: requests and notebook sessions over a device, one step at a time.
+
+`EngineCore.step` is plan, run, deliver, and it runs ONE STEP AHEAD of the host: a launch is enqueued before the result of
+the previous one is read, so the device never waits for Python. What follows from that:
+
+- At most one launch is unread when a step is planned, two for the moment between a launch and the read behind it.
+- A row that ends is found one step late. Its next step is already enqueued; that step's token is thrown away. A row whose last
+  token is known in advance (max_tokens, context full) is not launched again.
+- Prefill chunks are read one behind as well, for nothing but the wait: without it a long prompt would be enqueued
+  whole, and a cancelled or a short request would stand in line behind all of it.
+- A slot is given back when its last launch was read. Device ordering alone would allow the next session in earlier, but then a
+  failure of the old step, which shows only at that read, could not be told from damage to the new session.
+- The failure of a launch is kept until its turn to be read, so results and failures reach a request in one order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4jax.config import EngineConfig
+from ds4jax.errors import (
+    ContextLengthError,
+    DecodeFailedError,
+    DecodeInFlightError,
+    Ds4jaxError,
+    EngineStoppedError,
+    QueueFullError,
+    RequestError,
+)
+from ds4jax.serving.engine.api import EngineStats, Event, FinishReason, GenerateRequest, Prefilled, Started, Token
+from ds4jax.serving.engine.buckets import nearest
+from ds4jax.serving.engine.counters import Counters
+from ds4jax.serving.engine.device import Device, DeviceStepError
+from ds4jax.serving.engine.log import log_batch
+from ds4jax.serving.engine.pipeline import Outcome, Pipeline
+from ds4jax.serving.engine.scheduler import Decode, Idle, Plan, Prefill, Turns, WaitUntil, plan
+from ds4jax.serving.engine.session import Session, State
+from ds4jax.serving.engine.slots import Choice, SlotTable
+
+UNUSABLE_LOGITS = "the logits of this session were NaN or all equal"
+ENGINE_CLOSED = "the engine is closed; open a new one"
+SESSION_CLOSED = "this session is closed; open another with engine.open_session()"
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The result of a manual session's call: logits (float32 [V]) or the error to raise."""
+
+    request_id: int
+    result: npt.NDArray[np.float32] | Ds4jaxError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step brought. wait_until_us: when to step again; None: not before something new arrives."""
+
+    events: tuple[Event | Returned, ...]
+    wait_until_us: int | None
+
+
+def monotonic_us() -> int:
+    """Read the clock that all times of the engine refer to, in microseconds."""
+    return time.monotonic_ns() // 1000
+
+
+class EngineCore:
+    """Own the sessions of one device. Not thread safe, except `new_session` and `check_capacity`, which touch no state."""
+
+    def __init__(self, device: Device, config: EngineConfig, clock_us: Callable[[], int] = monotonic_us) -> None:
+        self._device, self._config, self._clock_us = device, config, clock_us
+        self._ids = itertools.count(1)
+        self._live: dict[int, Session] = {}
+        self._waiting: deque[Session] = deque()
+        self._slots = SlotTable(device.n_slots)
+        self._pipeline = Pipeline(device, clock_us)
+        self._events: list[Event | Returned] = []
+        self._turns = Turns()
+        self._window_opened_us: int | None = None
+        self._counters = Counters()
+
+    # ------------------------------------------------------------ requests
+    def new_session(self, request: GenerateRequest) -> Session:
+        """Check a request and number it. Raises RequestError or ContextLengthError."""
+        n_ctx = self._device.n_ctx
+        if not request.prompt:
+            raise RequestError("prompt: got no tokens, expected at least one", "prompt")
+        if len(request.prompt) >= n_ctx:
+            raise ContextLengthError(n_ctx, len(request.prompt), None, "prompt")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise RequestError(f"max_tokens: got {request.max_tokens}, expected at least 1", "max_tokens")
+        return Session(next(self._ids), n_ctx, request)
+
+    def check_capacity(self, n_live: int) -> None:
+        """Raise QueueFullError if n_live requests and sessions fill all slots and the queue."""
+        n_waiting = n_live - len(self._slots)
+        if n_waiting >= self._config.max_waiting:
+            raise QueueFullError(max(n_waiting, 0))
+
+    def enqueue(self, session: Session) -> None:
+        """Put a new session at the end of the queue."""
+        self._live[session.id] = session
+        self._waiting.append(session)
+
+    def submit(self, request: GenerateRequest) -> int:
+        """Queue a request and return its id. Raises RequestError, ContextLengthError or QueueFullError."""
+        session = self.new_session(request)
+        self.check_capacity(len(self._live))
+        self.enqueue(session)
+        return session.id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request, wherever it is; its Finish (cancelled) is among the events of the next step. Unknown ids are ignored."""
+        session = self._live.get(request_id)
+        if session is not None and not session.is_manual:
+            self._finish(session, FinishReason.CANCELLED)
+
+    def close(self) -> tuple[Event | Returned, ...]:
+        """End everything that lives; returns the last events."""
+        for session in list(self._live.values()):
+            if session.is_manual:
+                self._end_manual(session, EngineStoppedError(ENGINE_CLOSED))
+            else:
+                self._finish(session, FinishReason.CANCELLED)
+        return self._take_events()
+
+    # ------------------------------------------------------------ manual sessions
+    @property
+    def n_manual(self) -> int:
+        """Manual sessions that hold a slot."""
+        return sum(session.is_manual for session in self._live.values())
+
+    def open_session(self) -> Session:
+        """Give a slot to a notebook user. Raises QueueFullError if none is free or requests wait for one."""
+        choice = None if self._waiting else self._slots.choose(())
+        if choice is None:
+            raise QueueFullError(len(self._waiting))
+        session = Session(next(self._ids), self._device.n_ctx)
+        self._live[session.id] = session
+        self._move_in(session, choice)
+        if session.error is not None:
+            raise session.error
+        return session
+
+    def prefill(self, session: Session, tokens: Sequence[int]) -> None:
+        """Feed tokens to a manual session; a Returned event brings the logits after the last one. Raises RequestError."""
+        self._check_idle(session)
+        if not tokens:
+            raise RequestError("prefill: got no tokens, expected at least one", "tokens")
+        self._check_room(session, len(tokens))
+        session.feed_prompt(tokens)
+
+    def decode(self, session: Session, token: int) -> None:
+        """Feed one token to a manual session; a Returned event brings the logits. Raises DecodeInFlightError or RequestError."""
+        self._check_idle(session)
+        self._check_room(session, 1)
+        session.feed_token(token, self._clock_us())
+
+    def close_session(self, session: Session) -> None:
+        """End a manual session. Its tokens stay in the slot for a prompt that continues them."""
+        self._end_manual(session, RequestError(SESSION_CLOSED))
+
+    def _check_idle(self, session: Session) -> None:
+        if session.finished:
+            raise session.error or RequestError(SESSION_CLOSED)
+        if session.state is not State.IDLE:
+            raise DecodeInFlightError
+
+    def _check_room(self, session: Session, n: int) -> None:
+        if session.n_fed + n > session.n_ctx:
+            raise RequestError(
+                f"the session holds {session.n_fed} of {session.n_ctx} tokens, so {n} more do not fit; "
+                "feed fewer, or open the engine with a larger ctx",
+                "tokens",
+            )
+
+    # ------------------------------------------------------------ the step
+    def step(self, now_us: int) -> Step:
+        """Plan, run, deliver: enqueue the next launch, then read the result of the one before."""
+        self._admit()
+        todo = plan(list(self._slots.residents()), now_us, self._config, self._turns, self._device.prefill_buckets[-1])
+        self._watch_window(todo, now_us)
+        if isinstance(todo, WaitUntil):
+            return Step(self._take_events(), todo.us)
+        worked = self._read_all_but(0) if isinstance(todo, Idle) else self._launch(todo)
+        return Step(self._take_events(), now_us if worked else None)
+
+    def stats(self) -> EngineStats:
+        """Count what happened since start and what is going on."""
+        return self._counters.snapshot(self._device, list(self._slots.residents()), len(self._waiting))
+
+    def _admit(self) -> None:
+        """Move waiting requests into free slots, first come, first served."""
+        while self._waiting and (choice := self._slots.choose(self._waiting[0].tokens)):
+            session = self._waiting.popleft()
+            self._counters.cached_tokens += choice.n_cached
+            self._events.append(Started(session.id, session.prompt_end, choice.n_cached))
+            self._move_in(session, choice)
+
+    def _move_in(self, session: Session, choice: Choice) -> None:
+        """Give a slot to a session, emptied if it holds anything else."""
+        self._slots.take(choice, session)
+        session.start(choice.slot, choice.n_cached)
+        if choice.must_clear:
+            try:
+                self._device.clear(choice.slot)
+            except DeviceStepError as error:
+                self._fail_step((session,), error)
+
+    def _launch(self, todo: Prefill | Decode) -> bool:
+        """Enqueue a step and read the one before it; after a failure read all, for nothing may be built upon it."""
+        self._turns = self._turns.after(todo)
+        launched = self._pipeline.launch(todo)
+        self._count(todo)
+        self._read_all_but(1 if launched else 0)
+        return True
+
+    def _watch_window(self, todo: Plan, now_us: int) -> None:
+        """Note how long windows are open; whoever could have joined a launch and did not is not waited for again."""
+        if isinstance(todo, WaitUntil):
+            if self._window_opened_us is None:
+                self._window_opened_us = now_us
+            return
+        if isinstance(todo, Decode):
+            if self._window_opened_us is not None:
+                self._counters.coalesce_wait_us += now_us - self._window_opened_us
+            for session in self._slots.residents():
+                if session.state is State.IDLE:
+                    session.counts_as_active = False
+        self._window_opened_us = None
+
+    def _count(self, launched: Prefill | Decode) -> None:
+        if isinstance(launched, Prefill):
+            self._counters.prefill_chunks += 1
+            self._counters.prefill_tokens += launched.n_tokens
+        else:
+            bucket = nearest(self._device.decode_buckets, len(launched.rows))
+            self._counters.steps[bucket] += 1
+            self._counters.rows[bucket] += len(launched.rows)
+
+    # ------------------------------------------------------------ results
+    def _read_all_but(self, keep: int) -> bool:
+        """Read launches until `keep` are left; says whether there was anything to read."""
+        worked = len(self._pipeline) > keep
+        while len(self._pipeline) > keep:
+            self._deliver(self._read())
+        return worked
+
+    def _read(self) -> Outcome:
+        outcome = self._pipeline.read()
+        if self._config.batch_log and isinstance(outcome.launch.plan, Decode):
+            count = len(outcome.sessions)
+            log_batch(count, nearest(self._device.decode_buckets, count), outcome.elapsed_us, ok=outcome.error is None)
+        return outcome
+
+    def _deliver(self, outcome: Outcome) -> None:
+        """Hand every session of a launch its result, and let go of those that had ended before."""
+        if outcome.error is not None:
+            self._fail_step(outcome.sessions, outcome.error)
+        else:
+            for index, session in enumerate(outcome.sessions):
+                if not session.finished:
+                    self._advance(session, index, outcome)
+        for session in outcome.sessions:
+            self._release_if_done(session)
+
+    def _advance(self, session: Session, index: int, outcome: Outcome) -> None:
+        """Take one session's share of a result."""
+        if isinstance(outcome.launch.plan, Prefill):
+            n_done = outcome.launch.n_done
+            if not session.is_manual:
+                self._events.append(Prefilled(session.id, n_done, session.prompt_end))
+            if n_done < session.prompt_end:
+                return
+        token = outcome.tokens[index]
+        if token < 0:
+            self._fail(session, Ds4jaxError(UNUSABLE_LOGITS))
+        elif session.is_manual:
+            assert outcome.logits is not None
+            session.returned(self._clock_us())
+            self._events.append(Returned(session.id, outcome.logits[index]))
+        else:
+            n_before = session.n_generated
+            reason = session.take_token(token)
+            if session.n_generated > n_before:
+                self._counters.generated_tokens += 1
+                self._events.append(Token(session.id, token))
+            if reason is not None:
+                self._finish(session, reason)
+
+    # ------------------------------------------------------------ ends
+    def _fail_step(self, sessions: Iterable[Session], error: DeviceStepError) -> None:
+        """End the sessions of a failed step; all residents if the cache is lost, whose unread steps then mean nothing."""
+        self._counters.failed_steps += 1
+        if error.cache_lost:
+            sessions = list(self._slots.residents())
+            while self._pipeline:
+                self._read()
+            self._slots.forget()
+        for session in sessions:
+            self._fail(session, DecodeFailedError(error.cause))
+
+    def _fail(self, session: Session, error: Ds4jaxError) -> None:
+        """End a session whose slot can no longer be trusted."""
+        session.intact = False
+        if session.finished:
+            self._release_if_done(session)
+        elif session.is_manual:
+            self._end_manual(session, error)
+        else:
+            self._finish(session, FinishReason.ERROR, str(error))
+
+    def _finish(self, session: Session, reason: FinishReason, error: str | None = None) -> None:
+        """End a request with its one Finish."""
+        self._counters.finished[reason.value] += 1
+        self._events.append(session.finish_event(reason, error))
+        self._bury(session)
+
+    def _end_manual(self, session: Session, error: Ds4jaxError) -> None:
+        """End a manual session; a call that waits raises the error now, any later call raises it then."""
+        if session.finished:
+            return
+        if session.state is not State.IDLE:
+            self._events.append(Returned(session.id, error))
+        session.error = error
+        self._bury(session)
+
+    def _bury(self, session: Session) -> None:
+        if session.state is State.WAITING:
+            self._waiting.remove(session)
+        session.state = State.FINISHED
+        del self._live[session.id]
+        self._release_if_done(session)
+
+    def _release_if_done(self, session: Session) -> None:
+        """Take the slot back as soon as the session has ended and its last launch was read."""
+        if session.finished and session.n_unread == 0 and session.slot is not None:
+            self._slots.release(session.slot, session.history)
+            session.slot = None
+
+    def _take_events(self) -> tuple[Event | Returned, ...]:
+        events, self._events = tuple(self._events), []
+        return events

@@ -1,0 +1,46 @@
+"""What an engine counts for its operators."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ds4jax.serving.engine.api import EngineStats
+from ds4jax.serving.engine.device import Device
+from ds4jax.serving.engine.session import Session, State
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start, by bucket or finish reason where that is what one asks for."""
+
+    steps: Counter[int] = field(default_factory=Counter)
+    rows: Counter[int] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+    prefill_chunks: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    failed_steps: int = 0
+    coalesce_wait_us: int = 0
+
+    def snapshot(self, device: Device, residents: Sequence[Session], n_waiting: int) -> EngineStats:
+        """Freeze the totals together with the gauges of this moment; other threads may keep the result."""
+        return EngineStats(
+            n_slots=device.n_slots,
+            n_ctx=device.n_ctx,
+            n_running=sum(not s.finished for s in residents),
+            n_waiting=n_waiting,
+            n_prefilling=sum(s.state is State.PREFILLING for s in residents),
+            steps=dict(self.steps),
+            rows=dict(self.rows),
+            prefill_chunks=self.prefill_chunks,
+            prefill_tokens=self.prefill_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            finished=dict(self.finished),
+            failed_steps=self.failed_steps,
+            compile_misses=device.compile_misses,
+            coalesce_wait_us=self.coalesce_wait_us,
+        )

@@ -1,0 +1,104 @@
+"""Steps that were enqueued on the device and not read yet, in launch order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4jax.serving.engine.device import Device, DeviceStepError, StepHandle
+from ds4jax.serving.engine.scheduler import Decode, Prefill
+from ds4jax.serving.engine.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One enqueued step; a launch that failed holds its failure where the handle would be.
+
+    n_done: prompt tokens that a prefill chunk completes, those before it included.
+    """
+
+    plan: Prefill | Decode
+    handle: StepHandle | DeviceStepError
+    launched_us: int
+    n_done: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a launch: a token for each of its sessions (-1: unusable logits), or an error.
+
+    logits: float32 [rows, V], read only where a notebook user waits for them: they are V times as large as the tokens.
+    """
+
+    launch: Launch
+    elapsed_us: int
+    tokens: list[int]
+    logits: npt.NDArray[np.float32] | None
+    error: DeviceStepError | None = None
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        return self.launch.plan.sessions
+
+
+class Pipeline:
+    """Launch plans and read what came of them, first in, first out.
+
+    The failure of a launch comes out in its turn, like one that shows only when the result is read; so results and failures
+    reach a session in one order, and there is one place that deals with failures.
+    """
+
+    def __init__(self, device: Device, clock_us: Callable[[], int]) -> None:
+        self._device, self._clock_us = device, clock_us
+        self._launches: deque[Launch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def launch(self, plan: Prefill | Decode) -> bool:
+        """Enqueue a step and note it in its sessions; says whether the device took it."""
+        now_us = self._clock_us()
+        handle = self._enqueue(plan)
+        n_done = 0
+        if isinstance(plan, Prefill):
+            plan.session.chunk_launched(plan.n_tokens, now_us)
+            n_done = plan.session.n_fed
+        else:
+            for session in plan.rows:
+                session.row_launched(now_us)
+        self._launches.append(Launch(plan, handle, now_us, n_done))
+        return not isinstance(handle, DeviceStepError)
+
+    def _enqueue(self, plan: Prefill | Decode) -> StepHandle | DeviceStepError:
+        try:
+            if isinstance(plan, Decode):
+                return self._device.decode([session.next_row() for session in plan.rows])
+            session = plan.session
+            assert session.slot is not None
+            return self._device.prefill(session.slot, session.next_chunk(plan.n_tokens), session.sampling)
+        except DeviceStepError as error:
+            return error
+
+    def read(self) -> Outcome:
+        """Wait for the oldest launch."""
+        launch = self._launches.popleft()
+        for session in launch.plan.sessions:
+            session.n_unread -= 1
+        try:
+            if isinstance(launch.handle, DeviceStepError):
+                raise launch.handle
+            tokens = launch.handle.tokens()
+            wanted = any(_wants_logits(session, launch) for session in launch.plan.sessions)
+            logits = launch.handle.logits() if wanted else None
+        except DeviceStepError as error:
+            return Outcome(launch, self._clock_us() - launch.launched_us, [], None, error)
+        return Outcome(launch, self._clock_us() - launch.launched_us, tokens, logits)
+
+
+def _wants_logits(session: Session, launch: Launch) -> bool:
+    """Whether this launch ends the call of a manual session."""
+    return session.is_manual and not session.finished and (isinstance(launch.plan, Decode) or launch.n_done == session.prompt_end)

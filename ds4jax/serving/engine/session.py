@@ -1,0 +1,151 @@
+"""One inference timeline: where it is, what was fed to its slot, and what it may do next."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+
+from ds4jax.errors import Ds4jaxError
+from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, SamplingParams
+from ds4jax.serving.engine.device import Row
+
+_GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+class State(StrEnum):
+    """What a session waits for."""
+
+    WAITING = "waiting"  # for a slot
+    PREFILLING = "prefilling"  # for its next prompt chunk to be launched
+    PENDING = "pending"  # for its next decode step to be launched; the last one may still be unread
+    IN_FLIGHT = "in_flight"  # for a result, without which nothing of it can be launched
+    IDLE = "idle"  # for its user's next call (manual sessions only)
+    FINISHED = "finished"
+
+
+class Session:
+    """Follow one timeline from its queue to its end.
+
+    A session is driven by a GenerateRequest or, without one, manual: a notebook user feeds it call by call. `tokens` are the
+    prompt and everything sampled or supplied since; the first `n_fed` of them were given to the device, in launch order.
+    That holds even while sampled tokens are still unknown here, because a driven session feeds them on the device:
+    n_fed may then run ahead of len(tokens), and is caught up with before the slot is released.
+    """
+
+    def __init__(self, session_id: int, n_ctx: int, request: GenerateRequest | None = None) -> None:
+        self.id = session_id
+        self.request = request
+        self.n_ctx = n_ctx
+        self.state = State.IDLE if request is None else State.WAITING
+        self.slot: int | None = None
+        self.tokens: list[int] = [] if request is None else list(request.prompt)
+        self.prompt_end = len(self.tokens)
+        self.n_fed = 0
+        self.n_cached = 0
+        self.n_generated = 0
+        self.n_unread = 0  # launches whose result was not read yet
+        self.intact = True  # the slot holds what was fed; False after a failure
+        self.counts_as_active = False  # manual sessions: others wait a window for it
+        self.pending_since_us = 0
+        self.idle_since_us = 0
+        self.error: Ds4jaxError | None = None  # why a manual session ended
+        self.sampling = _GREEDY
+        self._n_sampled = 0  # tokens whose sampling was launched
+        self._limit = 0
+        if request is not None:
+            room = n_ctx - len(request.prompt)
+            self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
+            self.sampling = request.sampling if request.sampling.seed is not None else replace(request.sampling, seed=secrets.randbits(31))
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether a notebook user supplies every token."""
+        return self.request is None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it counts as an active generation, for quanta and windows."""
+        if self.is_manual:
+            return self.counts_as_active and self.state is not State.FINISHED
+        return self.state in (State.PENDING, State.IN_FLIGHT)
+
+    @property
+    def finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    @property
+    def history(self) -> Sequence[int] | None:
+        """What the slot holds, once every launch was read; None if that is unknown."""
+        return self.tokens[: self.n_fed] if self.intact else None
+
+    # ------------------------------------------------------------ launches
+    def start(self, slot: int, n_cached: int) -> None:
+        """Move into a slot that holds the first n_cached tokens of the prompt."""
+        self.slot, self.n_cached, self.n_fed = slot, n_cached, n_cached
+        if not self.is_manual:
+            self.state = State.PREFILLING
+
+    @property
+    def n_unfed(self) -> int:
+        """Tokens of the prompt that are still to be launched."""
+        return self.prompt_end - self.n_fed
+
+    def next_chunk(self, n_tokens: int) -> list[int]:
+        """List the next n_tokens of the prompt."""
+        return self.tokens[self.n_fed : min(self.n_fed + n_tokens, self.prompt_end)]
+
+    def chunk_launched(self, n_tokens: int, now_us: int) -> None:
+        """Note that a chunk was enqueued; the last one also samples the first token."""
+        self.n_fed += n_tokens
+        self.n_unread += 1
+        if self.n_unfed == 0:
+            self._sampling_launched(now_us)
+
+    def next_row(self) -> Row:
+        """Make the row of the next decode step; a driven session's token is taken where it was sampled, on the device."""
+        assert self.slot is not None
+        return Row(self.slot, self.tokens[-1] if self.is_manual else None, self.sampling)
+
+    def row_launched(self, now_us: int) -> None:
+        """Note that a decode step was enqueued."""
+        self.n_fed += 1
+        self.n_unread += 1
+        self._sampling_launched(now_us)
+
+    def _sampling_launched(self, now_us: int) -> None:
+        """Be pending again at once, unless the host must supply the next token or the last one is under way."""
+        self._n_sampled += 1
+        self.pending_since_us = now_us
+        self.state = State.IN_FLIGHT if self.is_manual or self._n_sampled == self._limit else State.PENDING
+
+    # ------------------------------------------------------------ results
+    def take_token(self, token: int) -> FinishReason | None:
+        """Take a sampled token of a driven session; says why the session ends with it, if it does."""
+        assert self.request is not None
+        self.tokens.append(token)
+        if token in self.request.stop_token_ids:
+            return FinishReason.STOP
+        self.n_generated += 1
+        return FinishReason.LENGTH if self.n_generated == self._limit else None
+
+    def finish_event(self, reason: FinishReason, error: str | None = None) -> Finish:
+        """Make the last event of a driven session."""
+        return Finish(self.id, reason, self.prompt_end, self.n_cached, self.n_generated, error)
+
+    # ------------------------------------------------------------ manual calls
+    def feed_prompt(self, tokens: Sequence[int]) -> None:
+        """Append tokens to be prefilled. Prefilling is not generating, so nobody waits for this session until it decodes."""
+        self.tokens.extend(tokens)
+        self.prompt_end = len(self.tokens)
+        self.state, self.counts_as_active = State.PREFILLING, False
+
+    def feed_token(self, token: int, now_us: int) -> None:
+        """Append one token to be decoded."""
+        self.tokens.append(token)
+        self.state, self.counts_as_active, self.pending_since_us = State.PENDING, True, now_us
+
+    def returned(self, now_us: int) -> None:
+        """Note that a call's result reached the user, whose turn it is now."""
+        self.state, self.idle_since_us = State.IDLE, now_us
