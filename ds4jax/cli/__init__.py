@@ -1,5 +1,5 @@
-"""The command line: `ds4jax serve | generate | chat | bench | inspect | synth | precompile | download`."""
+"""The command line: `ds4jax serve | precompile | generate | chat | bench | inspect | synth | download`."""
 
-from ds4jax.cli.presets import default_model
+from ds4jax.cli.small_model import default_model
 
 __all__ = ["default_model"]

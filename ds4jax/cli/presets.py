@@ -1,15 +1,14 @@
-"""Shapes of synthetic models, and the small model that commands use when none is named."""
+"""Shapes and vocabularies of synthetic models."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
-from ds4jax.cli.vocabulary import read_vocabulary, train_small_vocabulary
+from ds4jax.cli.vocabulary import learn_vocabulary, read_tokenizer_json
 from ds4jax.config import FLASH, PRO, ModelConfig
 from ds4jax.errors import ConfigError
-from ds4jax.model.gguf.vocabulary import Vocabulary, placeholder_vocabulary
+from ds4jax.text.vocabulary import Vocabulary
 
 # Every kind of layer in a few megabytes: without compression, ratios 4 and 128, experts by token id and by score.
 TINY = replace(
@@ -42,25 +41,8 @@ def shape_of(preset: str, n_layer: int | None = None) -> ModelConfig:
     )
 
 
-def vocabulary_of(config: ModelConfig, tokenizer_json: Path | None) -> Vocabulary:
-    """Choose the vocabulary: the file's if one is named, a learnt one for small sizes, else placeholders."""
+def vocabulary_of(config: ModelConfig, tokenizer_json: Path | None = None) -> Vocabulary:
+    """Choose the vocabulary for a shape: the file's if one is named, else a learnt one, filled up with placeholders."""
     if tokenizer_json is not None:
-        return read_vocabulary(tokenizer_json, config.n_vocab)
-    if config.n_vocab == TINY.n_vocab:
-        return train_small_vocabulary(config.n_vocab)
-    return placeholder_vocabulary(config.n_vocab)
-
-
-def default_model() -> Path:
-    """Return the path of the small model, written on first use below $XDG_CACHE_HOME (or ~/.cache).
-
-    Its weights are random, so it answers at once on any machine, with nonsense.
-    """
-    from ds4jax.model.gguf.writer import write_synthetic
-
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "ds4jax" / "tiny-q8-1.gguf"  # the number changes when the file's content does
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_synthetic(path, TINY, "q8", seed=0, vocabulary=vocabulary_of(TINY, None))
-    return path
+        return read_tokenizer_json(tokenizer_json, config.n_vocab)
+    return learn_vocabulary(config.n_vocab)

@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 
 from ds4jax.errors import TokenizerError
-from ds4jax.model.gguf.vocabulary import CONTROL, NORMAL, SPECIAL_TOKENS, USER_DEFINED, Vocabulary, byte_alphabet
+from ds4jax.text.bpe import BYTE_OF_LETTER
+from ds4jax.text.special import ASSISTANT, BOS, DSML, END_THINK, EOS, THINK, USER
+from ds4jax.text.vocabulary import CONTROL, USER_DEFINED, Vocabulary
+
+NORMAL, UNUSED = 1, 5  # further values of tokenizer.ggml.token_type
+SPECIAL_TOKENS = (BOS, EOS, "<｜▁pad▁｜>", USER, ASSISTANT, THINK, END_THINK, DSML)
 
 _PRACTICE_TEXT = """
 The sun came up over the little town, and the people opened their doors and their windows. A small boy ran down the road to the
@@ -27,52 +32,55 @@ can sound right and still be wrong. Please think about the question before you g
 """
 
 
-def train_small_vocabulary(n_vocab: int) -> Vocabulary:
-    """Learn a byte-level vocabulary of n_vocab tokens from the page above; deterministic.
+def learn_vocabulary(n_vocab: int, n_learnt: int = 640) -> Vocabulary:
+    """Make a byte-level vocabulary of n_vocab tokens, the first n_learnt of them learnt from the page above; deterministic.
 
+    The rest are placeholders that no text contains. It stands in for the real vocabulary, which is not always at hand.
     Raises TokenizerError where the page does not hold enough different words.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    bytes_first = list(byte_alphabet().values())
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    n_learnt = n_vocab - len(SPECIAL_TOKENS)
-    trainer = trainers.BpeTrainer(vocab_size=n_learnt, initial_alphabet=bytes_first, show_progress=False)
-    tokenizer.train_from_iterator(_PRACTICE_TEXT.split("\n\n"), trainer)
-    merges = tuple(" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"])
-    tokens = (*SPECIAL_TOKENS, *bytes_first, *(merge.replace(" ", "") for merge in merges))
-    if len(tokens) != n_vocab or len(set(tokens)) != n_vocab:
-        raise TokenizerError(f"cannot learn {n_vocab} tokens from the practice text, got {len(set(tokens))}; ask for fewer")
-    types = (CONTROL,) * len(SPECIAL_TOKENS) + (NORMAL,) * n_learnt
-    rare = frozenset(i for i, token in enumerate(tokens) if i != 1 and _is_no_text(token))
-    return Vocabulary(tokens, types, merges, rare=rare)
+    letters = list(BYTE_OF_LETTER)
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    size = n_learnt - len(SPECIAL_TOKENS)
+    learner.train_from_iterator(
+        _PRACTICE_TEXT.split("\n\n"), trainers.BpeTrainer(vocab_size=size, initial_alphabet=letters, show_progress=False)
+    )
+    merges = tuple(" ".join(pair) for pair in json.loads(learner.to_str())["model"]["merges"])
+    tokens = (*SPECIAL_TOKENS, *letters, *(merge.replace(" ", "") for merge in merges))
+    if len(tokens) != n_learnt or n_learnt > n_vocab:
+        raise TokenizerError(f"cannot learn {n_learnt} tokens of {n_vocab} from the practice text, got {len(tokens)}; ask for fewer")
+    types = (CONTROL,) * len(SPECIAL_TOKENS) + (NORMAL,) * size
+    n_unused = n_vocab - n_learnt
+    return Vocabulary(
+        (*tokens, *map(_placeholder, range(n_learnt, n_vocab))), types + (UNUSED,) * n_unused, merges, tokens.index(BOS), tokens.index(EOS)
+    )
 
 
-def _is_no_text(token: str) -> bool:
-    """Whether a token shows nothing readable by itself: special, a control character, or a piece of a longer character."""
-    return token in SPECIAL_TOKENS or (len(token) == 1 and not token.isascii() and token not in "ĠĊ")
-
-
-def read_vocabulary(path: Path, n_vocab: int) -> Vocabulary:
+def read_tokenizer_json(path: Path, n_vocab: int) -> Vocabulary:
     """Read the vocabulary of a tokenizer.json (byte-level BPE, such as DeepSeek's), filled up to n_vocab tokens.
 
-    Raises TokenizerError naming the file and what it lacks.
+    Raises TokenizerError naming the file and what is wrong with it.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         ids: dict[str, int] = dict(content["model"]["vocab"])
         merges = tuple(merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"])
-        added = {entry["content"]: (entry["id"], bool(entry["special"])) for entry in content["added_tokens"]}
+        added = {entry["content"]: (int(entry["id"]), bool(entry["special"])) for entry in content["added_tokens"]}
+        ids |= {token: i for token, (i, _) in added.items()}
+        bos_id, eos_id = ids[BOS], ids[EOS]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TokenizerError(f"{path}: not a byte-level BPE tokenizer.json ({type(error).__name__}: {error})") from error
-    ids |= {token: i for token, (i, _) in added.items()}
+        raise TokenizerError(f"{path}: not a DeepSeek tokenizer.json with byte-level BPE ({type(error).__name__}: {error})") from error
     if max(ids.values()) >= n_vocab:
-        raise TokenizerError(f"{path}: its largest token id is {max(ids.values())}, but the model has {n_vocab} tokens")
-    tokens = [f"<placeholder {i}>" for i in range(n_vocab)]
-    types = [NORMAL] * n_vocab
+        raise TokenizerError(f"{path}: its largest token id is {max(ids.values())}, but the model has only {n_vocab} tokens")
+    tokens, types = list(map(_placeholder, range(n_vocab))), [UNUSED] * n_vocab
     for token, i in ids.items():
-        tokens[i] = token
+        tokens[i], types[i] = token, NORMAL
     for i, special in added.values():
         types[i] = CONTROL if special else USER_DEFINED
-    return Vocabulary(tuple(tokens), tuple(types), merges, tokens.index(SPECIAL_TOKENS[0]), tokens.index(SPECIAL_TOKENS[1]))
+    return Vocabulary(tuple(tokens), tuple(types), merges, bos_id, eos_id)
+
+
+def _placeholder(i: int) -> str:
+    return f"<placeholder-{i}>"

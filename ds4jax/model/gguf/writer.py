@@ -18,21 +18,23 @@ from ds4jax.config import _KEYS, ARCHITECTURE, ModelConfig
 from ds4jax.errors import ConfigError
 from ds4jax.model.gguf.layout import TensorSpec, ds4_tensors
 from ds4jax.model.gguf.random_blocks import block_size, random_blocks
-from ds4jax.model.gguf.vocabulary import Vocabulary, placeholder_vocabulary
+from ds4jax.text.bpe import BYTE_OF_LETTER
+from ds4jax.text.vocabulary import Vocabulary
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, tensor name
 
 _PLAIN_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "I32": np.dtype(np.int32)}
 _CHUNK_VALUES = 1 << 24  # float32 values drawn at a time for an F16 tensor
-_RARE_STD = 0.05  # output rows of rare tokens, relative to the others: their logits stay near 0
+_UNREADABLE_STD = 0.05  # of the output rows of unreadable tokens, relative to the others: their logits stay near 0
+_NORMAL = 1  # a value of tokenizer.ggml.token_type
 
 
 def write_synthetic(
     path: str | os.PathLike[str],
     config: ModelConfig,
     quant: str,
-    seed: int = 0,
-    vocabulary: Vocabulary | None = None,
+    seed: int,
+    vocabulary: Vocabulary,
     progress: Progress | None = None,
 ) -> None:
     """Write a GGUF file with random weights; the same arguments give the same bytes.
@@ -40,13 +42,13 @@ def write_synthetic(
     Args:
         config: the shape; rows of quantised tensors must be whole blocks (256 values for q2 and q4, 32 for q8 and dense).
         quant: "q2", "q4" or "q8": the type of the routed experts.
-        vocabulary: of config.n_vocab tokens; None writes placeholders.
+        vocabulary: of config.n_vocab tokens. Those that show nothing readable by themselves get small logits, so that what the
+            model writes can be looked at.
         progress: called after each tensor.
 
     The file appears under its name when it is complete; until then it is `PATH.part`.
     Raises ConfigError for an impossible shape, and OSError (a full disk) after removing the part.
     """
-    vocabulary = vocabulary or placeholder_vocabulary(config.n_vocab)
     if len(vocabulary.tokens) != config.n_vocab:
         raise ConfigError(f"vocab_size: the configuration says {config.n_vocab}, the vocabulary has {len(vocabulary.tokens)} tokens")
     specs = list(ds4_tensors(config, quant))
@@ -101,7 +103,7 @@ def _add_metadata(writer: GGUFWriter, metadata: dict[str, Any], vocabulary: Voca
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("joyai-llm")
     writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.token_types)
+    writer.add_token_types(vocabulary.types)
     writer.add_token_merges(vocabulary.merges)
     writer.add_bos_token_id(vocabulary.bos_id)
     writer.add_eos_token_id(vocabulary.eos_id)
@@ -152,8 +154,15 @@ def _draw(rng: np.random.Generator, spec: TensorSpec, config: ModelConfig, vocab
     std: float | np.ndarray = spec.std
     if spec.name == "output.weight":
         std = np.full(spec.shape[0], spec.std, np.float32)
-        std[list(vocabulary.rare)] *= _RARE_STD
+        std[[not _is_readable(vocabulary, i) for i in range(spec.shape[0])]] *= _UNREADABLE_STD
     return random_blocks(rng, spec.kind, spec.shape, std)
+
+
+def _is_readable(vocabulary: Vocabulary, i: int) -> bool:
+    """Whether a token is text by itself; the end token counts, since a reply needs an end."""
+    token = vocabulary.tokens[i]
+    byte = BYTE_OF_LETTER.get(token)
+    return i == vocabulary.eos_id or (vocabulary.types[i] == _NORMAL and (byte is None or byte == 0x0A or 0x20 <= byte < 0x7F))
 
 
 def _draw_normal(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:

@@ -1,0 +1,48 @@
+"""What the commands print: answers go to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def note(message: str) -> None:
+    """Tell the user something, on stderr."""
+    stderr.print(message, markup=False)
+
+
+def warn(message: str) -> None:
+    """Print one warning."""
+    stderr.print(f"warning: {message}", style="yellow", markup=False)
+
+
+def fail(message: str) -> None:
+    """Print what stopped the command."""
+    stderr.print(f"error: {message}", style="red", markup=False)
+
+
+def log_to_stderr() -> None:
+    """Show the server's log (requests, batches), one line each."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("ds4jax").setLevel(logging.INFO)
+
+
+@contextmanager
+def byte_progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar on a terminal while bytes are read or written; yields progress(bytes done, bytes in all, name)."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[item]}"),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(title, total=None, item="")
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, item=name)

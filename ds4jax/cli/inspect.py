@@ -1,0 +1,79 @@
+"""`ds4jax inspect`: what a GGUF file holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ds4jax.config import ModelConfig
+    from ds4jax.model.gguf.reader import GGUFFile
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(help="GGUF file.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+) -> None:
+    """Show the shape of a model and how its weights are stored."""
+    from rich.console import Console
+
+    from ds4jax.model.gguf.reader import GGUFFile
+
+    opened = GGUFFile(file)
+    console = Console(highlight=False)
+    console.print(shape_table(opened.config))
+    console.print(weights_table(opened))
+    if tensors:
+        for tensor in opened.tensors.values():
+            print(f"{tensor.name:44} {tensor.kind:8} {list(tensor.shape)!s:24} {human_bytes(tensor.nbytes)}")
+
+
+def shape_table(config: ModelConfig) -> Table:
+    """Lay out the shape of a model."""
+    from rich.table import Table
+
+    ratios = config.compress_ratios
+    table = Table(title=config.name, show_header=False, title_justify="left")
+    for name, value in (
+        ("layers", f"{config.n_layer}: {ratios.count(0)} window only, {ratios.count(4)} ratio 4, {ratios.count(128)} ratio 128"),
+        ("hidden size", f"{config.n_embd} x {config.n_hc} streams"),
+        ("attention", f"{config.n_head} heads of {config.head_dim} ({config.n_rot} rotary), window {config.n_window}"),
+        ("indexer", f"{config.n_index_head} heads of {config.index_dim}, best {config.index_top_k} rows"),
+        ("experts", f"{config.n_expert_used} of {config.n_expert}, width {config.n_ff}; by token id in {config.n_hash_layer} layers"),
+        ("vocabulary", f"{config.n_vocab} tokens"),
+        ("trained context", f"{config.n_ctx_train} tokens"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def weights_table(file: GGUFFile) -> Table:
+    """Lay out how many tensors, values and bytes there are of each type."""
+    from math import prod
+
+    from rich.table import Table
+
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for tensor in file.tensors.values():
+        for kind in (tensor.kind, "all"):
+            for i, n in enumerate((1, prod(tensor.shape), tensor.nbytes)):
+                totals[kind][i] += n
+    table = Table("type", "tensors", "values", "size", title="weights", title_justify="left")
+    for kind, (n_tensors, n_values, n_bytes) in sorted(totals.items(), key=lambda item: item[1][2]):
+        table.add_row(kind, str(n_tensors), f"{n_values:,}", human_bytes(n_bytes))
+    return table
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Write a size in the largest binary unit that gives at least 1."""
+    size, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"

@@ -1,0 +1,85 @@
+"""`ds4jax serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ds4jax.config import EngineConfig, ServerConfig
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option("-m", "--model", help="Weights (an existing GGUF file), or the name to serve under.")] = None,
+    model_path: Annotated[Path | None, typer.Option(help="Weights, where --model is a name. Default: a small random model.")] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="A further name; may be repeated.")] = None,
+    strict_model: Annotated[bool, typer.Option("--strict-model", help="Answer 404 to requests for any other model name.")] = False,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT, in place of --host and --port.")] = None,
+    host: Annotated[str | None, typer.Option(help=f"Default {ServerConfig.host}: this machine alone.")] = None,
+    port: Annotated[int | None, typer.Option(help=f"Default {ServerConfig.port}; 0 takes any free port.")] = None,
+    cors: Annotated[bool, typer.Option("--cors", help="Let web pages of other origins use the server.")] = False,
+    batched_session: Annotated[int, typer.Option(min=1, help="Slots: sessions that decode together.")] = EngineConfig.slots,
+    ctx: Annotated[int, typer.Option("-c", "--ctx", min=2, help="Context of each slot, in tokens.")] = EngineConfig.ctx,
+    tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="Longest answer where a request names none.")] = (
+        ServerConfig.default_max_tokens
+    ),
+    queue_limit: Annotated[int | None, typer.Option(min=0, help="Requests that may wait for a slot. Default: 4 a slot.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(min=1, help="Prompt tokens a step takes while nobody decodes.")] = None,
+    prompt_style: Annotated[str, typer.Option(help="deepseek or ds4: where consecutive user turns are joined.")] = (
+        ServerConfig.prompt_style
+    ),
+    backend: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Short for --backend cpu.")] = False,
+    cuda: Annotated[bool, typer.Option("--cuda", help="Short for --backend cuda.")] = False,
+    gpu: Annotated[str | None, typer.Option("--gpu", "--gpu-devices", help="Id of the GPU to use.")] = None,
+    kv_quant: Annotated[str, typer.Option(help="none, ds4 or auto: whether the cache is rounded as in ds4.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto: activations.")] = "auto",
+    chdir: Annotated[Path | None, typer.Option(help="Change to this folder first.")] = None,
+) -> None:
+    """Serve a model over HTTP. ds4-server's own flags are accepted too; those without effect here say so."""
+    from ds4jax.cli import console
+    from ds4jax.cli.ds4_flags import take_ds4_flags
+    from ds4jax.cli.loading import Numerics, open_engine
+    from ds4jax.cli.options import choose_backend, choose_model, engine_config, parse_address
+
+    take_ds4_flags(context.args, console.warn)
+    if chdir is not None:
+        change_directory(chdir)
+    choice = choose_model(model, model_path, served_model_name or [])
+    address, port_number = parse_address(listen, host, port)
+    engine_settings = engine_config(
+        os.environ, console.warn, slots=batched_session, ctx=ctx, queue_limit=queue_limit, prefill_chunk=prefill_chunk
+    )
+    server_settings = ServerConfig(
+        host=address, port=port_number, model_id=choice.model_id, aliases=choice.aliases, strict_model=strict_model,
+        default_max_tokens=tokens, cors=cors, prompt_style=prompt_style,
+    )  # fmt: skip
+    numerics = Numerics(kv_quant, dtype)
+    wanted, gpu_id = choose_backend(backend, cpu, cuda, gpu)
+
+    console.log_to_stderr()
+    with open_engine(choice.path, engine_settings, wanted, gpu_id, numerics) as (engine, tokenizer):
+        from ds4jax.serving.http.serve import run
+
+        run(engine, tokenizer, server_settings, on_ready=lambda url: announce(url, choice.model_id))
+
+
+def announce(url: str, model_id: str) -> None:
+    """Print the address, and a request that can be pasted into another terminal."""
+    from ds4jax.cli.console import note
+
+    body = f'{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
+    note(f"serving {model_id} at {url}\ntry:\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+def change_directory(folder: Path) -> None:
+    """Change the working directory. Raises ConfigError if it does not exist."""
+    from ds4jax.errors import ConfigError
+
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise ConfigError(f"--chdir {folder}: {error.strerror}; name an existing folder") from error

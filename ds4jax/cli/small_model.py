@@ -1,0 +1,26 @@
+"""The model that commands use when none is named, and where it lies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Return the folder for files that can be made again: $XDG_CACHE_HOME/ds4jax, by default ~/.cache/ds4jax."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds4jax"
+
+
+def default_model() -> Path:
+    """Return the path of a small model, written to the cache on first use.
+
+    Its weights are random: it starts at once on any machine and writes nonsense.
+    """
+    path = cache_dir() / "tiny-q8-v1.gguf"  # the version changes when the file's content does
+    if not path.exists():
+        from ds4jax.cli.presets import TINY, vocabulary_of
+        from ds4jax.model.gguf.writer import write_synthetic
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_synthetic(path, TINY, "q8", seed=0, vocabulary=vocabulary_of(TINY))
+    return path
