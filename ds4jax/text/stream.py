@@ -52,7 +52,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted(filter(None, set(stops)), key=len, reverse=True)
+        self._stops = sorted(filter(None, stops), key=len, reverse=True)
         self._longest = len(self._stops[0]) if self._stops else 1
         # Longest first: an alternation takes the first branch that fits. "(?!)" never fits.
         self._pattern = re.compile("|".join(map(re.escape, self._stops)) or "(?!)")

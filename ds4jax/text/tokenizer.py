@@ -10,7 +10,7 @@ import tokenizers
 from ds4jax.errors import RequestError, TokenizerError
 from ds4jax.text import special
 from ds4jax.text.bpe import BYTE_OF_LETTER, build_encoder, build_model
-from ds4jax.text.vocabulary import Vocabulary, read_vocabulary
+from ds4jax.text.vocabulary import Vocabulary, check_kind, read_id, read_list
 
 
 class Tokenizer:
@@ -40,8 +40,14 @@ class Tokenizer:
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """Build from GGUF metadata (key -> Python value). Raises TokenizerError naming the key at fault."""
-        v = read_vocabulary(metadata)
-        return cls(v.tokens, v.types, v.merges, v.bos_id, v.eos_id)
+        check_kind(metadata)
+        return cls(
+            tokens=read_list(metadata, "tokens", str),
+            token_types=read_list(metadata, "token_type", int),
+            merges=read_list(metadata, "merges", str),
+            bos_id=read_id(metadata, "bos_token_id"),
+            eos_id=read_id(metadata, "eos_token_id"),
+        )
 
     def encode(self, text: str) -> list[int]:
         """Encode text from outside: what looks like a special token stays text. Raises RequestError for a lone surrogate."""

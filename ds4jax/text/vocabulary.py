@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from ds4jax.errors import TokenizerError
 from ds4jax.text.bpe import BYTE_OF_LETTER
 from ds4jax.text.special import ALWAYS_ADDED
+
+T = TypeVar("T")
 
 CONTROL, USER_DEFINED = 3, 4
 
@@ -73,24 +75,18 @@ class Vocabulary:
         return frozenset(i for i, (token, kind) in enumerate(named) if kind in (CONTROL, USER_DEFINED) or token in ALWAYS_ADDED)
 
 
-def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
-    """Read the `tokenizer.ggml.*` keys. Raises TokenizerError naming the key, what was found and what was expected."""
+def check_kind(metadata: Mapping[str, Any]) -> None:
+    """Reject vocabularies that merge or split otherwise than this package does. Raises TokenizerError naming the key."""
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
-        raise TokenizerError(f"tokenizer.ggml.model: got {model!r}, expected 'gpt2' (byte-level BPE)")
+        raise TokenizerError(f"tokenizer.ggml.model: got {model!r}, expected 'gpt2' (byte-level BPE); is this a DeepSeek V4 file?")
     splitter = metadata.get("tokenizer.ggml.pre", SPLITTERS[0])
     if splitter not in SPLITTERS:
         raise TokenizerError(f"tokenizer.ggml.pre: got {splitter!r}, expected one of {SPLITTERS}; is this a DeepSeek V4 file?")
-    return Vocabulary(
-        tokens=_list(metadata, "tokens", str),
-        types=_list(metadata, "token_type", int),
-        merges=_list(metadata, "merges", str),
-        bos_id=_id(metadata, "bos_token_id"),
-        eos_id=_id(metadata, "eos_token_id"),
-    )
 
 
-def _list(metadata: Mapping[str, Any], key: str, kind: type) -> tuple[Any, ...]:
+def read_list(metadata: Mapping[str, Any], key: str, kind: type[T]) -> tuple[T, ...]:
+    """Read `tokenizer.ggml.<key>`, a list of one kind of entry. Raises TokenizerError naming the key."""
     full = f"tokenizer.ggml.{key}"
     value = metadata.get(full)
     if value is None:
@@ -104,8 +100,9 @@ def _list(metadata: Mapping[str, Any], key: str, kind: type) -> tuple[Any, ...]:
     return entries
 
 
-def _id(metadata: Mapping[str, Any], key: str) -> int:
+def read_id(metadata: Mapping[str, Any], key: str) -> int:
+    """Read `tokenizer.ggml.<key>`, a token id. Raises TokenizerError naming the key."""
     value = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TokenizerError(f"tokenizer.ggml.{key}: got {value!r}, expected a token id")
+        raise TokenizerError(f"tokenizer.ggml.{key}: got {value!r}, expected a token id. Is it a complete DeepSeek V4 GGUF?")
     return value

@@ -1,6 +1,7 @@
 """The tokenizer, on little vocabularies."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ plain_text = st.text(st.characters(exclude_characters="<｜", exclude_categories
 def test_ids_are_those_of_ds4(fixtures: Path, name: str) -> None:
     loaded = json.loads((fixtures / "tokenizer" / f"{name}.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_metadata(loaded["metadata"])
-    how = {
+    how: dict[str, Callable[[str], list[int]]] = {
         "text": tokenizer.encode,
         "rendered_chat": tokenizer.encode_rendered,
         "chat, system 'Be brief.', no thinking": lambda text: to_ids(
@@ -100,6 +101,13 @@ def test_literals_are_added_whatever_their_type(tiny_vocabulary: dict[str, Any])
     placeholder = 511
     assert not all_normal.is_special(placeholder)
     assert all_normal.decode([placeholder]) == metadata["tokenizer.ggml.tokens"][placeholder]
+
+
+def test_added_token_stands_for_its_own_text(tiny_vocabulary: dict[str, Any]) -> None:
+    """Even one that could be read as byte letters."""
+    tokens = [*tiny_vocabulary["metadata"]["tokenizer.ggml.tokens"][:-1], "é!"]
+    tokenizer = Tokenizer.from_metadata(tiny_vocabulary["metadata"] | {"tokenizer.ggml.tokens": tokens})
+    assert tokenizer.token_bytes(511) == "é!".encode()
 
 
 def _replaced(values: list[Any], index: int, value: Any) -> list[Any]:

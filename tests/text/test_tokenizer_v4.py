@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4jax.text import Tokenizer
+from ds4jax.text.bpe import SPLITS
 from ds4jax.text.special import ALWAYS_ADDED
 
 CORPUS = {
@@ -18,7 +19,7 @@ CORPUS = {
     "json": '{"a": [1, 2.50, -3e10, null, true], "b\\u00e9": {"": []}}',
     "shell": "for f in *.txt; do echo \"$f\" | sed 's/[0-9]\\+/N/g' >> out 2>&1; done",
     "chinese": "今天天气很好，我们去公园散步吧。价格是１２３元（约￥99.5）！",
-    "japanese": "これはテストです。カタカナとひらがな、漢字ー々〆ヶ ﾊﾝｶｸ",
+    "japanese": "これはテストです。カタカナとひらがな、漢字ー々〆ヶ ゠ ﾊﾝｶｸ",
     "korean": "안녕하세요, 세계! 한국어 테스트입니다.",
     "mixed scripts": "abc中文def日本語ghi한국Ж9я",
     "emoji": "ok 😀👍🏽 👩‍👩‍👧‍👦 🇩🇪🇫🇷 ❤️ ☃ end",
@@ -71,6 +72,20 @@ def test_special_ids(v4: Tokenizer) -> None:
     ids = (v4.bos_id, v4.eos_id, v4.user_id, v4.assistant_id, v4.think_id, v4.end_think_id, v4.dsml_id)
     assert ids == (0, 1, 128803, 128804, 128821, 128822, 128825)
     assert v4.n_vocab == 129280
+
+
+def test_splitting_patterns_are_the_published_ones(v4_json: Path) -> None:
+    """Few vocabularies could tell a range that ends one character early by the ids alone."""
+    steps = json.loads(v4_json.read_text(encoding="utf-8"))["pre_tokenizer"]["pretokenizers"]
+    assert [step["pattern"]["Regex"] for step in steps if step["type"] == "Split"] == list(SPLITS)
+
+
+def test_every_added_token_is_special(v4: Tokenizer, v4_json: Path) -> None:
+    added = {entry["content"]: entry["id"] for entry in json.loads(v4_json.read_text(encoding="utf-8"))["added_tokens"]}
+    assert {i for i in range(v4.n_vocab) if v4.is_special(i)} == set(added.values())
+    text = "".join(added)
+    assert v4.encode_rendered(text) == list(added.values())
+    assert not any(map(v4.is_special, v4.encode(text)))
 
 
 @pytest.mark.parametrize("name", CORPUS)
