@@ -1,0 +1,40 @@
+"""One API call, read and checked: what the engine is to do, and what the reply needs to know. No API's shape."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ds4jax.errors import RequestError
+from ds4jax.serving.engine.api import GenerateRequest
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked API call.
+
+    id: as the client sees it; model: as the client named it; requests: one for each choice of the reply;
+    opens_reasoning: the prompt ends inside `<think>`; stop_strings: found above the engine, in the text.
+    """
+
+    endpoint: str
+    id: str
+    model: str
+    requests: Sequence[GenerateRequest]
+    opens_reasoning: bool = False
+    stop_strings: Sequence[str] = field(default_factory=tuple)
+    stream: bool = False
+    include_usage: bool = False
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that this server does not serve."""
+
+    def __init__(self, model: str, served: Sequence[str]) -> None:
+        super().__init__(f"The model `{model}` is not served here; use one of: {', '.join(served)}.", "model")
+
+
+def new_id(prefix: str) -> str:
+    """Make an id that no other call has, in this process or another."""
+    return f"{prefix}-{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,96 @@
+"""What all routes of one app share: the engine, the tokenizer, and the calls that are open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import orjson
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
+from quart import Response, request
+
+from ds4jax.config import ServerConfig
+from ds4jax.errors import EngineStoppedError
+from ds4jax.serving.engine.api import EngineClient
+from ds4jax.serving.http import thinking
+from ds4jax.serving.http.call import Call, ModelNotFoundError
+from ds4jax.serving.http.generation import SHUTTING_DOWN, Generation
+from ds4jax.serving.metrics import Metrics
+from ds4jax.text.tokenizer import Tokenizer
+
+_OPEN = "ds4jax.generations"
+
+
+class Edge:
+    """The state of one app."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.metrics = Metrics(engine)
+        self.created = int(time.time())
+        self._open: set[Generation] = set()
+        self._closing = False
+
+    @property
+    def served_models(self) -> tuple[str, ...]:
+        """The ids that are listed."""
+        return (self.config.model_id, *self.config.aliases)
+
+    async def start(self, read: Callable[[bytes], Call]) -> Generation:
+        """Read the body of the current request as a call, and submit it.
+
+        Reading runs in a worker thread: a long prompt takes longer to parse and encode than other streams may wait.
+        The generation is closed when the client's connection is done with this request, whatever the reason.
+        """
+        call = await asyncio.to_thread(read, cast(bytes, await request.get_data(as_text=False)))
+        self._check_model(call.model)
+        if self._closing or not self.engine.alive():
+            raise EngineStoppedError(SHUTTING_DOWN if self._closing else "the engine has stopped; restart the server")
+        generation = Generation(call, self.engine, self.tokenizer, self.metrics)
+        self._open.add(generation)
+        cast(dict[str, list[Generation]], request.scope)[_OPEN].append(generation)
+        return generation
+
+    def _check_model(self, model: str) -> None:
+        """Refuse an unknown model if the server was started to be strict; else any name means the model that is loaded."""
+        if self.config.strict_model and model not in self.served_models and model not in thinking.ALIASES:
+            raise ModelNotFoundError(model, self.served_models)
+
+    def abort_all(self) -> None:
+        """End every open call with an error that says the server closes, and refuse new ones."""
+        self._closing = True
+        for generation in self._open:
+            generation.abort()
+
+    def release(self, generation: Generation) -> None:
+        """Close a generation whose reply has been sent, or whose client has gone."""
+        generation.close()
+        self._open.discard(generation)
+
+
+class ReleaseAtEnd:
+    """ASGI middleware that releases the generations of a request when the connection is done with it.
+
+    This is the one place that frees slots, because it is the one place that runs in each case: the reply was sent, the
+    handler failed, or the client left before, between or during the reply (a body that was never iterated is not closed
+    by anyone).
+    """
+
+    def __init__(self, app: Callable[..., Any], edge: Edge) -> None:
+        self._app, self._edge = app, edge
+
+    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        generations: list[Generation] = []
+        cast(dict[str, list[Generation]], scope)[_OPEN] = generations
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            for generation in generations:
+                self._edge.release(generation)
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """Wrap a value as a JSON reply."""
+    return Response(orjson.dumps(body), status=status, content_type="application/json")

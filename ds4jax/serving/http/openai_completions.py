@@ -1,0 +1,114 @@
+"""`/v1/completions`: raw text in, its continuation out, no chat template. No I/O."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds4jax.config import ServerConfig
+from ds4jax.errors import RequestError
+from ds4jax.serving.engine.api import GenerateRequest
+from ds4jax.serving.http import openai_common as common
+from ds4jax.serving.http import strict_json
+from ds4jax.serving.http.call import Call, new_id
+from ds4jax.serving.http.generation import Generation, Piece
+from ds4jax.serving.http.params import CommonBody, completion_limit
+from ds4jax.serving.http.unsupported import reject_unsupported
+from ds4jax.text.tokenizer import Tokenizer
+
+
+class CompletionBody(CommonBody, kw_only=True):
+    """The body of a text completion request. A list of strings, or of lists of ids, asks for one choice each."""
+
+    prompt: str | list[str | int | list[int]]
+
+
+def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) -> Call:
+    """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault."""
+    body = strict_json.decode(data, CompletionBody)
+    reject_unsupported(body)
+    sampling = body.sampling()
+    requests = [
+        GenerateRequest(
+            prompt=ids,
+            max_tokens=completion_limit(
+                "max_tokens", body.max_tokens, n_prompt=len(ids), n_ctx=n_ctx, default=config.default_max_tokens, param="prompt"
+            ),
+            sampling=sampling,
+            stop_token_ids=frozenset({tokenizer.eos_id}),
+        )
+        for ids in _prompts(body.prompt, tokenizer)
+    ]
+    return Call(
+        endpoint="completions",
+        id=new_id("cmpl"),
+        model=body.model or config.model_id,
+        requests=requests,
+        stop_strings=body.stop_strings,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+    )
+
+
+async def reply(generation: Generation) -> dict[str, Any]:
+    """Wait for the reply of a call that does not stream."""
+    choices = []
+    for index, (text, ending) in enumerate(await common.collect(generation)):
+        choice = {"text": text["content"], "index": index, "finish_reason": ending.reason}
+        choices.append(choice | common.ending_error(ending) if ending.reason == "error" else choice)
+    return {**common.head(generation, "text_completion"), "choices": choices, "usage": common.usage(generation)}
+
+
+class CompletionChunks:
+    """The chunks of a text stream; those of several choices mingle."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._head = common.head(generation, "text_completion")
+
+    def piece(self, piece: Piece) -> list[dict[str, Any]]:
+        """Word what a piece adds."""
+        chunks = [self._chunk(piece.index, delta.text) for delta in piece.deltas]
+        if piece.ending is not None and piece.ending.reason != "error":
+            chunks.append(self._chunk(piece.index, "", piece.ending.reason))
+        return chunks
+
+    def usage(self) -> dict[str, Any]:
+        """Word the chunk that carries the usage."""
+        return {**self._head, "choices": [], "usage": common.usage(self._generation)}
+
+    def _chunk(self, index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+        return {**self._head, "choices": [{"text": text, "index": index, "finish_reason": finish_reason}]}
+
+
+def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Read every form of prompt as token ids. Text starts a document, so it gets a BOS; ids are taken as they are."""
+    if isinstance(prompt, str):
+        return [_encode(prompt, tokenizer)]
+    if not prompt:
+        raise RequestError("prompt: the list is empty; send text, token ids, or a list of either", "prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [_checked(prompt, "prompt", tokenizer)]
+    prompts = []
+    for i, item in enumerate(prompt):
+        if isinstance(item, str):
+            prompts.append(_encode(item, tokenizer))
+        elif isinstance(item, list):
+            prompts.append(_checked(item, f"prompt[{i}]", tokenizer))
+        else:
+            raise RequestError(f"prompt[{i}]: a token id among texts; send ids as a list of their own", f"prompt[{i}]")
+    return prompts
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return (tokenizer.bos_id, *tokenizer.encode(text))
+
+
+def _checked(ids: list[Any], place: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if not ids:
+        raise RequestError(f"{place}: got no tokens, expected at least one", place)
+    for i, token_id in enumerate(ids):
+        if not 0 <= token_id < tokenizer.n_vocab:
+            raise RequestError(
+                f"{place}[{i}]: token id {token_id} is out of range; this vocabulary has 0 to {tokenizer.n_vocab - 1}", place
+            )
+    return tuple(ids)

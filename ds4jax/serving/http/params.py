@@ -1,0 +1,100 @@
+"""Fields that the OpenAI-style bodies share: sampling, stop strings and length, read and checked by name."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from ds4jax.errors import ContextLengthError, RequestError
+from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.http.unsupported import UnsupportedFields
+
+Number = int | float
+N = TypeVar("N", int, float)
+
+_DEFAULTS = SamplingParams()
+_SEED_RANGE = 1 << 63
+_ENGINE_SEEDS = 1 << 31  # as many as the engine itself draws from; larger and negative ones fold into them
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options` of a request."""
+
+    include_usage: bool | None = None
+
+
+class CommonBody(UnsupportedFields):
+    """Fields of chat and text completions alike. Absent and null mean the same: the default.
+
+    Whole numbers are typed as floats too, since some clients have no integers and send 16.0.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Number | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Number | None = None
+    min_p: Number | None = None
+    seed: Number | None = None
+    stop: str | list[str] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings; empty ones can end nothing and are dropped."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in given if stop]
+
+    def sampling(self) -> SamplingParams:
+        """Read the sampling fields. Raises RequestError naming one that is out of range."""
+        temperature = _number("temperature", self.temperature, _DEFAULTS.temperature, least=0)
+        top_p = _number("top_p", self.top_p, _DEFAULTS.top_p, least=0, most=1)
+        top_k = _whole("top_k", self.top_k, _DEFAULTS.top_k, least=-1)
+        min_p = _number("min_p", self.min_p, _DEFAULTS.min_p, least=0, most=1)
+        seed = None if self.seed is None else _whole("seed", self.seed, 0, least=-_SEED_RANGE, most=_SEED_RANGE - 1) % _ENGINE_SEEDS
+        if top_p == 0:  # leaves the likeliest token alone, which is what greedy means
+            temperature, top_p = 0.0, 1.0
+        return SamplingParams(temperature=temperature, top_k=max(top_k, 0), top_p=top_p, min_p=min_p, seed=seed)
+
+
+def completion_limit(name: str, asked: Number | None, *, n_prompt: int, n_ctx: int, default: int, param: str) -> int:
+    """Decide how many tokens a completion may have.
+
+    Args:
+        name: the field that holds `asked`.
+        n_prompt, n_ctx, default: tokens of the prompt, of a slot, and of a completion when the request names none.
+        param: the field that holds the prompt, for the error.
+
+    Only the default is cut to the room that is left: to cut what a client asked for would pass for the model's own length.
+    Raises RequestError when `asked` is no positive whole number, ContextLengthError when prompt and completion do not fit.
+    """
+    n_completion = None if asked is None else _whole(name, asked, 0, least=1)
+    if n_prompt + (1 if n_completion is None else n_completion) > n_ctx:
+        raise ContextLengthError(n_ctx, n_prompt, n_completion, param)
+    return min(default, n_ctx - n_prompt) if n_completion is None else n_completion
+
+
+def _number(name: str, value: Number | None, default: float, *, least: float, most: float | None = None) -> float:
+    return default if value is None else float(_in_range(name, value, least, most))
+
+
+def _whole(name: str, value: Number | None, default: int, *, least: int, most: int | None = None) -> int:
+    if value is None:
+        return default
+    if value != int(value):
+        raise RequestError(f"{name}: got {value}, expected a whole number", name)
+    return _in_range(name, int(value), least, most)
+
+
+def _in_range(name: str, value: N, least: N, most: N | None) -> N:
+    if value < least or (most is not None and value > most):
+        wanted = f"at least {least}" if most is None else f"{least} to {most}"
+        raise RequestError(f"{name}: got {value}, expected {wanted}", name)
+    return value

@@ -1,0 +1,62 @@
+"""Errors as HTTP sees them: which status, which machine-readable code. The shape of the body belongs to each API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from werkzeug.exceptions import HTTPException
+
+from ds4jax.errors import ContextLengthError, EngineStoppedError, QueueFullError, RequestError
+from ds4jax.serving.http.call import ModelNotFoundError
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One error, in no API's shape yet. `extra` holds further members of the error object."""
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def describe(error: Exception) -> Problem:
+    """Choose status, type and code for an error. Unknown ones become a 500 that tells nothing about our inside."""
+    match error:
+        case ContextLengthError():
+            sizes = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
+            return Problem(400, str(error), param=error.param, code="context_length_exceeded", extra=sizes)
+        case ModelNotFoundError():
+            return Problem(404, str(error), param=error.param, code="model_not_found")
+        case RequestError():
+            return Problem(400, str(error), param=error.param)
+        case QueueFullError():
+            retry = {"Retry-After": str(error.retry_after_s)}
+            return Problem(429, str(error), "rate_limit_error", code="queue_full", headers=retry)
+        case EngineStoppedError():
+            return Problem(503, str(error), SERVER, code="engine_stopped")
+        case HTTPException():
+            return _describe_http(error)
+        case _:
+            return Problem(500, "internal error; the server's log has the details", SERVER, code="internal_error")
+
+
+def _describe_http(error: HTTPException) -> Problem:
+    """Reword what the framework raises."""
+    status = error.code or 500
+    messages = {
+        404: "unknown endpoint; see /v1/models, /v1/chat/completions and /v1/completions",
+        405: "this endpoint does not take that method",
+        408: "the request body did not arrive in time",
+        413: "the request body is too large",
+    }
+    headers = {name: value for name, value in error.get_headers() if name == "Allow"}
+    return Problem(status, messages.get(status) or error.description or error.name, INVALID if status < 500 else SERVER, headers=headers)

@@ -1,0 +1,109 @@
+"""Run the app under hypercorn until a signal asks to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from hypercorn.asyncio import serve as hypercorn_serve
+from hypercorn.config import Config as HypercornConfig
+from quart import Quart
+
+from ds4jax.config import ServerConfig
+from ds4jax.errors import ConfigError
+from ds4jax.serving.engine.api import EngineClient
+from ds4jax.serving.http.app import EDGE, create_app
+from ds4jax.serving.http.edge import Edge
+from ds4jax.text.tokenizer import Tokenizer
+
+log = logging.getLogger("ds4jax.http")
+
+GRACE_S = 10.0
+"""How long open replies may go on once the server was asked to stop."""
+
+_FAREWELL_S = 2.0  # for clients to read how their reply ended
+_BACKLOG = 1024
+_HEADER_LIMIT_BYTES = 64 << 10
+_IDLE_CONNECTION_S = 75.0  # longer than the idle pools of common clients and proxies, so that they close first
+
+
+def run(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; blocks. Call it on the main thread.
+
+    The first signal stops new connections and lets open replies end within GRACE_S seconds; a second one exits at once.
+    on_ready gets the URL once connections are accepted; port 0 takes a free port, and the URL tells which.
+    Raises ConfigError when the address cannot be had.
+    """
+    listener = listen(config.host, config.port)
+    if on_ready is not None:
+        on_ready(url_of(listener))
+    asyncio.run(_run_until_signal(create_app(engine, tokenizer, config), listener))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the listening socket. Raises ConfigError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot listen there ({error}); choose another, --port 0 takes a free one"
+        ) from None
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL under which clients reach a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(app: Quart, listener: socket.socket, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
+    """Serve on a listening socket, which this takes over, until `stop` is set and open replies have ended.
+
+    After grace_s seconds, replies that still run are ended with an error that says why; clients that do not even read
+    that are dropped.
+    """
+    server = asyncio.create_task(hypercorn_serve(app, _hypercorn_config(listener), shutdown_trigger=stop.wait))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({server, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    edge: Edge = app.extensions[EDGE]
+    for patience_s, next_step in ((grace_s, edge.abort_all), (_FAREWELL_S, server.cancel)):
+        await asyncio.wait({server}, timeout=patience_s)
+        if not server.done():
+            next_step()
+    with contextlib.suppress(asyncio.CancelledError):
+        await server
+
+
+async def _run_until_signal(app: Quart, listener: socket.socket) -> None:
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # an orderly end is under way and was not fast enough
+        log.warning("stopping: open replies have %.0f s to end; a second signal exits at once", GRACE_S)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    await serve(app, listener, stop)
+
+
+def _hypercorn_config(listener: socket.socket) -> HypercornConfig:
+    """Settings for long streams: nothing ends a connection that still has a reply to come."""
+    config = HypercornConfig()
+    config.bind = [f"fd://{listener.detach()}"]
+    config.backlog = _BACKLOG
+    config.keep_alive_timeout = _IDLE_CONNECTION_S
+    config.h11_max_incomplete_size = _HEADER_LIMIT_BYTES
+    config.graceful_timeout = GRACE_S + 2 * _FAREWELL_S  # `serve` is in charge of the end
+    config.include_server_header = False
+    config.loglevel = "WARNING"
+    return config

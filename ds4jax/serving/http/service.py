@@ -1,0 +1,88 @@
+"""The bridge between the engine's thread and the asyncio loop: events of one API call as an awaitable stream that can be closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from ds4jax.errors import EngineStoppedError
+from ds4jax.serving.engine.api import EngineClient, Event, Finish, FinishReason, GenerateRequest
+
+IndexedEvent = tuple[int, Event]
+
+
+class EventStream:
+    """Events of one API call, which may be several engine requests (one a choice), merged in order of arrival.
+
+    The engine never waits for us: its thread only schedules a callback on the loop, and events pile up here while a
+    client reads slowly. Closing cancels whatever still runs, each request once, and never one that has finished.
+    """
+
+    def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest]) -> None:
+        """Submit the requests, all or none. Call it on the loop that will read the events.
+
+        Raises what EngineClient.submit raises; requests submitted before the refused one are cancelled.
+        """
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._events: list[IndexedEvent] = []
+        self._running: dict[int, int] = {}  # choice index -> engine request id
+        try:
+            for index, request in enumerate(requests):
+                self._running[index] = engine.submit(request, partial(self._deliver, index))
+        except BaseException:
+            self.close()
+            raise
+
+    def _deliver(self, index: int, event: Event) -> None:
+        """Take an event on the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._receive, index, event)
+        except RuntimeError:  # the loop is closed: nobody is left to read, and the engine's thread must not pay for it
+            pass
+
+    def _receive(self, index: int, event: Event) -> None:
+        """Take an event on the loop."""
+        if index not in self._running:
+            return  # cancelled meanwhile
+        if isinstance(event, Finish):
+            del self._running[index]
+        self._events.append((index, event))
+        self._arrived.set()
+
+    async def batch(self, until: float) -> list[IndexedEvent]:
+        """Wait for events, at most until the loop's clock shows `until` (seconds); return all that have arrived.
+
+        Everything queued comes at once, so that a reader who fell behind catches up in one write. An empty list means
+        silence. Raises EngineStoppedError when the engine died and can send nothing any more.
+        """
+        if not self._events:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._arrived.wait()
+            except TimeoutError:
+                if not self._engine.alive():
+                    raise EngineStoppedError("the engine stopped while this request was running; restart the server") from None
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self, index: int) -> None:
+        """Cancel one choice if it still runs; no event of it arrives after this."""
+        request_id = self._running.pop(index, None)
+        if request_id is not None:
+            self._engine.cancel(request_id)
+
+    def abort(self, error: str) -> None:
+        """Cancel every choice that still runs, and tell the reader so by a Finish with `error`."""
+        for index, request_id in list(self._running.items()):
+            self.cancel(index)
+            self._events.append((index, Finish(request_id, FinishReason.CANCELLED, 0, 0, 0, error)))
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Cancel every choice that still runs. Closing twice does nothing more."""
+        for index in list(self._running):
+            self.cancel(index)
