@@ -23,7 +23,7 @@ from ds4jax.text.vocabulary import Vocabulary
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, tensor name
 
-_PLAIN_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "I32": np.dtype(np.int32)}
+_PLAIN_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "I32": np.dtype(np.int32)}
 _CHUNK_VALUES = 1 << 24  # float32 values drawn at a time for an F16 tensor
 _UNREADABLE_STD = 0.05  # of the output rows of unreadable tokens, relative to the others: their logits stay near 0
 _NORMAL = 1  # a value of tokenizer.ggml.token_type
@@ -148,7 +148,7 @@ def _draw_all(
 
 def _draw(rng: np.random.Generator, spec: TensorSpec, config: ModelConfig, vocabulary: Vocabulary) -> np.ndarray:
     if spec.kind == "I32":
-        return _draw_experts(rng, *spec.shape, config.n_expert)
+        return _draw_experts(rng, spec.shape, config.n_expert)
     if spec.kind in _PLAIN_DTYPES:
         return _draw_normal(rng, spec)
     std: float | np.ndarray = spec.std
@@ -176,7 +176,8 @@ def _draw_normal(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:
     return values.reshape(spec.shape)
 
 
-def _draw_experts(rng: np.random.Generator, n_vocab: int, n_used: int, n_expert: int) -> np.ndarray:
+def _draw_experts(rng: np.random.Generator, shape: tuple[int, ...], n_expert: int) -> np.ndarray:
     """Draw the table of hash-routed layers: distinct experts for each token. int32 [V, X]."""
+    n_vocab, n_used = shape
     order = rng.random((n_vocab, n_expert), np.float32).argsort(axis=1)
     return np.ascontiguousarray(order[:, :n_used], np.int32)
