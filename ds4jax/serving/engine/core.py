@@ -54,7 +54,7 @@ class Returned:
     """The result of a manual session's call: logits (float32 [V]) or the error to raise."""
 
     request_id: int
-    result: npt.NDArray[np.float32] | Ds4jaxError
+    result: npt.NDArray[np.float32] | Exception
 
 
 @dataclass(frozen=True, slots=True)

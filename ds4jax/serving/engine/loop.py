@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from ds4jax.config import EngineConfig
-from ds4jax.errors import EngineStoppedError
+from ds4jax.errors import DecodeInFlightError, EngineStoppedError
 from ds4jax.serving.engine.api import EngineStats, Event, Finish, FinishReason, GenerateRequest, SamplingParams, Sink
 from ds4jax.serving.engine.core import ENGINE_CLOSED, EngineCore, Returned, monotonic_us
 from ds4jax.serving.engine.device import Device
@@ -113,10 +113,17 @@ class Engine:
         answer: Future[Logits] = Future()
 
         def start(core: EngineCore) -> None:
-            operation(core)
-            self._answers[session.id] = answer  # only now: a refused call must not displace the one that is running
+            try:
+                operation(core)
+            except Exception as error:  # refused
+                self._answer(Returned(session.id, error))
 
-        self._wait_for(start)
+        with self._bell:
+            self._check_running()
+            if session.id in self._answers:  # here, not in the core: the engine's thread may be in the very step
+                raise DecodeInFlightError
+            self._answers[session.id] = answer
+            self._post(start)
         return answer.result()
 
     def _wait_for(self, operation: Callable[[EngineCore], Any]) -> Any:
@@ -207,7 +214,8 @@ class Engine:
                 self._tell(event)
 
     def _answer(self, event: Returned) -> None:
-        answer = self._answers.pop(event.request_id)
+        with self._bell:
+            answer = self._answers.pop(event.request_id)
         if isinstance(event.result, Exception):
             answer.set_exception(event.result)
         else:
@@ -235,9 +243,8 @@ class Engine:
             self._stopped = reason
             inbox, self._inbox = self._inbox, []
             clients, self._clients = self._clients, {}
-        waiting = [done for _, done in inbox if done is not None] + list(self._answers.values())
-        self._answers.clear()
-        for done in waiting:
+            answers, self._answers = self._answers, {}
+        for done in [done for _, done in inbox if done is not None] + list(answers.values()):
             done.set_exception(EngineStoppedError(reason))
         finish = FinishReason.CANCELLED if reason == ENGINE_CLOSED else FinishReason.ERROR
         for session, sink in clients.values():

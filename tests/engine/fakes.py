@@ -1,0 +1,194 @@
+"""A scripted device. Its next token is a function of everything its slot was fed, so a mix-up of rows or slots shows as a wrong token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4jax.serving.engine.api import Event, Finish, GenerateRequest, SamplingParams, Token
+from ds4jax.serving.engine.buckets import chunk_buckets, row_buckets
+from ds4jax.serving.engine.core import EngineCore, Returned
+from ds4jax.serving.engine.device import DeviceStepError, Row
+
+V = 97
+DAMAGED = -7  # stands in the history of a slot whose contents went bad
+
+
+def next_token(history: Sequence[int], seed: int = 0) -> int:
+    """Depend on every token, on their order and on the seed."""
+    state = 1
+    for token in history:
+        state = (state * 31 + token + 7) % 1_000_003
+    return (state + seed) % V
+
+
+def alone(request: GenerateRequest, n_ctx: int) -> list[int]:
+    """The tokens that a request must be given, whatever else is going on."""
+    history, out = list(request.prompt), []
+    while len(history) < n_ctx and len(out) != request.max_tokens:
+        token = next_token(history, request.sampling.seed or 0)
+        if token in request.stop_token_ids:
+            break
+        out.append(token)
+        history.append(token)
+    return out
+
+
+class FakeClock:
+    """A clock that stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.now_us = 1_000_000
+
+    def __call__(self) -> int:
+        return self.now_us
+
+
+@dataclass
+class FakeHandle:
+    device: FakeDevice
+    index: int
+    slots: list[int]
+    sampled: list[int]
+
+    def tokens(self) -> list[int]:
+        self.device.wait_for_reads()
+        self.device.trace.append(("read", self.index))
+        if self.index in self.device.fail_read:
+            raise self.device.fail(self.index, self.slots, self.device.fail_read[self.index])
+        return list(self.sampled)
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        rows = np.zeros((len(self.sampled), V), np.float32)
+        rows[np.arange(len(self.sampled)), self.sampled] = 1.0
+        return rows
+
+
+@dataclass
+class FakeDevice:
+    """Steps are numbered from 0 in launch order, prefill chunks included.
+
+    fail_launch, fail_read: step -> whether the cache is lost with it. bad_rows: (step, slot) whose logits are unusable.
+    trace: ("decode" | "prefill", step) and ("read", step), in the order of the calls; step_slots: the slots of each step. hold_reads(): results stay away until let_go().
+    """
+
+    n_slots: int = 4
+    n_ctx: int = 64
+    prefill_buckets: tuple[int, ...] = ()
+    fail_launch: dict[int, bool] = field(default_factory=dict)
+    fail_read: dict[int, bool] = field(default_factory=dict)
+    fail_clear: set[int] = field(default_factory=set)
+    bad_rows: set[tuple[int, int]] = field(default_factory=set)
+    break_at: int = -1
+    compile_misses: int = 0
+
+    def __post_init__(self) -> None:
+        self.decode_buckets = row_buckets(self.n_slots)
+        self.prefill_buckets = self.prefill_buckets or chunk_buckets(self.n_ctx, 16, 4)
+        self.trace: list[tuple[str, int]] = []
+        self.step_slots: list[list[int]] = []
+        self.batches: list[list[Row]] = []
+        self.chunks: list[tuple[int, tuple[int, ...]]] = []
+        self.cleared: list[int] = []
+        self.histories: list[list[int]] = [[] for _ in range(self.n_slots)]
+        self._last: list[int] = [0] * self.n_slots
+        self._gate = threading.Event()
+        self._gate.set()
+
+    def hold_reads(self) -> None:
+        self._gate.clear()
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+    def wait_for_reads(self) -> None:
+        assert self._gate.wait(20), "a test forgot let_go()"
+
+    def decode(self, rows: Sequence[Row]) -> FakeHandle:
+        index = self._begin("decode", [row.slot for row in rows])
+        self.batches.append(list(rows))
+        assert len({row.slot for row in rows}) == len(rows) <= self.n_slots and rows
+        return FakeHandle(
+            self,
+            index,
+            [row.slot for row in rows],
+            [self._feed(index, row.slot, [self._last[row.slot] if row.token is None else row.token], row.sampling) for row in rows],
+        )
+
+    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> FakeHandle:
+        index = self._begin("prefill", [slot])
+        self.chunks.append((slot, tuple(tokens)))
+        assert 1 <= len(tokens) <= self.prefill_buckets[-1]
+        return FakeHandle(self, index, [slot], [self._feed(index, slot, tokens, sampling)])
+
+    def clear(self, slot: int) -> None:
+        if slot in self.fail_clear:
+            raise DeviceStepError("clear failed", cache_lost=False)
+        self.cleared.append(slot)
+        self.histories[slot] = []
+
+    def fail(self, index: int, slots: Sequence[int], cache_lost: bool) -> DeviceStepError:
+        for slot in slots:
+            self.histories[slot] = [DAMAGED]
+        if cache_lost:
+            self.histories = [[] for _ in range(self.n_slots)]
+        return DeviceStepError(f"step {index} broke", cache_lost=cache_lost)
+
+    def _begin(self, kind: str, slots: Sequence[int]) -> int:
+        index = len(self.step_slots)
+        self.trace.append((kind, index))
+        self.step_slots.append(list(slots))
+        if index == self.break_at:
+            raise ZeroDivisionError("a bug")
+        if index in self.fail_launch:
+            raise self.fail(index, slots, self.fail_launch[index])
+        return index
+
+    def _feed(self, index: int, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> int:
+        assert isinstance(sampling.seed, int)
+        history = self.histories[slot]
+        history.extend(tokens)
+        assert len(history) <= self.n_ctx
+        self._last[slot] = next_token(history, sampling.seed)
+        return -1 if (index, slot) in self.bad_rows else self._last[slot]
+
+
+class Record:
+    """All events, by request."""
+
+    def __init__(self) -> None:
+        self.events: list[Event | Returned] = []
+
+    def of(self, request_id: int) -> list[Event | Returned]:
+        return [event for event in self.events if event.request_id == request_id]
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [event.token for event in self.of(request_id) if isinstance(event, Token)]
+
+    def finish(self, request_id: int) -> Finish:
+        events = self.of(request_id)
+        finishes = [event for event in events if isinstance(event, Finish)]
+        assert len(finishes) == 1 and events[-1] is finishes[0], events
+        return finishes[0]
+
+    def result(self, request_id: int) -> object:
+        """What the only call of a manual session returned."""
+        (event,) = self.of(request_id)
+        assert isinstance(event, Returned)
+        return event.result
+
+
+def run(core: EngineCore, clock: FakeClock, record: Record | None = None, max_steps: int = 2000) -> Record:
+    """Step until nothing is left to do, moving the clock to wherever the core wants to be called next."""
+    record = record or Record()
+    for _ in range(max_steps):
+        step = core.step(clock.now_us)
+        record.events.extend(step.events)
+        if step.wait_until_us is None:
+            return record
+        clock.now_us = max(clock.now_us, step.wait_until_us)
+    raise AssertionError("the engine does not come to rest")
