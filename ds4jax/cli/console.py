@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+if TYPE_CHECKING:
+    from ds4jax.serving.engine.programs import Program
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -46,3 +50,29 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(title, total=None, item="")
         yield lambda done, total, name: bar.update(task, completed=done, total=total, item=name)
+
+
+@contextmanager
+def program_progress() -> Iterator[Callable[[Program], None]]:
+    """Name the program that was compiled last while compiling goes on, then sum up; yields a function to call after each."""
+    done: list[Program] = []
+
+    with stderr.status("compiling") as status:
+
+        def on_program(program: Program) -> None:
+            done.append(program)
+            status.update(f"compiling: {program.name} took {program.seconds:.1f} s")
+
+        yield on_program
+    n_found = sum(program.from_disk for program in done)
+    note(f"programs: {len(done) - n_found} compiled, {n_found} found on disk")
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Write a size in the largest binary unit that gives at least 1."""
+    size, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"

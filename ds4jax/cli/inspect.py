@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ds4jax.cli.console import human_bytes
+from ds4jax.config import EngineConfig
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
 def inspect(
     file: Annotated[Path, typer.Argument(help="GGUF file.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    batched_session: Annotated[int | None, typer.Option(min=1, help="Plan the memory of so many slots.")] = None,
+    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=2, help="Plan the memory of slots of so many tokens.")] = None,
 ) -> None:
-    """Show the shape of a model and how its weights are stored."""
+    """Show the shape of a model, how its weights are stored, and what memory it would need to be served."""
     from rich.console import Console
 
     from ds4jax.model.gguf.reader import GGUFFile
@@ -28,9 +33,22 @@ def inspect(
     console = Console(highlight=False)
     console.print(shape_table(opened.config))
     console.print(weights_table(opened))
+    if batched_session is not None or ctx is not None:
+        print(plan(file, EngineConfig(slots=batched_session or EngineConfig.slots, ctx=ctx or EngineConfig.ctx)))
     if tensors:
         for tensor in opened.tensors.values():
             print(f"{tensor.name:44} {tensor.kind:8} {list(tensor.shape)!s:24} {human_bytes(tensor.nbytes)}")
+
+
+def plan(file: Path, config: EngineConfig) -> str:
+    """Say what memory an engine would need here, and whether it is there; nothing is allocated."""
+    from ds4jax.cli.loading import Numerics, describe_plan, read_spec
+    from ds4jax.serving.engine.local import engine_shapes
+    from ds4jax.serving.engine.memory import plan_memory
+
+    spec = read_spec(file, Numerics())
+    planned = plan_memory(spec, config.slots, config.ctx, engine_shapes(spec, config).prefill_buckets[-1])
+    return describe_plan(planned) + (": fits" if planned.fits else f": does not fit; {planned.most_slots} slots would")
 
 
 def shape_table(config: ModelConfig) -> Table:
@@ -67,13 +85,3 @@ def weights_table(file: GGUFFile) -> Table:
     for kind, (n_tensors, n_values, n_bytes) in sorted(totals.items(), key=lambda item: item[1][2]):
         table.add_row(kind, str(n_tensors), f"{n_values:,}", human_bytes(n_bytes))
     return table
-
-
-def human_bytes(n_bytes: int) -> str:
-    """Write a size in the largest binary unit that gives at least 1."""
-    size, unit = float(n_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ds4jax.cli.console import byte_progress, note
+from ds4jax.cli.console import byte_progress, note, program_progress
 from ds4jax.cli.options import Backend
-from ds4jax.cli.small_model import cache_dir, default_model
+from ds4jax.cli.small_model import default_model
 from ds4jax.config import EngineConfig
 from ds4jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds4jax import Engine
+    from ds4jax.model.gguf.reader import GGUFFile
+    from ds4jax.model.spec import ModelSpec
+    from ds4jax.serving.engine.memory import MemoryPlan
     from ds4jax.text.tokenizer import Tokenizer
 
 
@@ -35,6 +37,20 @@ class Numerics:
             if value not in allowed:
                 raise ConfigError(f"{option}: got {value!r}, expected one of {', '.join(allowed)}")
 
+    def resolve(self, file: GGUFFile) -> tuple[str, str]:
+        """Return (kv_quant, dtype) for a file on this machine's device.
+
+        auto means the rounding that the trained model expects, where the shape has room for it, and the type that the
+        hardware multiplies best.
+        """
+        from ds4jax.model.model import default_dtype
+        from ds4jax.model.spec import fits_ds4_rows
+
+        kv_quant = self.kv_quant
+        if kv_quant == "auto":
+            kv_quant = "ds4" if fits_ds4_rows(file.config) else "none"
+        return kv_quant, default_dtype() if self.dtype == "auto" else self.dtype
+
 
 @contextmanager
 def open_engine(
@@ -45,42 +61,49 @@ def open_engine(
     The device is chosen first: it must be settled before anything touches JAX, and a missing one is better said before
     minutes of loading.
     """
-    numerics = numerics or Numerics()
-    # Before JAX is imported: programs compiled once are found again at the next start.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_dir() / "programs"))
     from ds4jax.serving.engine.backend import select_backend
 
     platform = select_backend(backend, gpu)
-    if path is None:
-        path = default_model()
-        note(f"no model named: using a small one with random weights, {path}")
+    path = choose_path(path)
 
     from ds4jax import Engine, load_model
+    from ds4jax.model.gguf.reader import GGUFFile
 
+    kv_quant, dtype = (numerics or Numerics()).resolve(GGUFFile(path))
     with byte_progress(f"loading {path.name}") as progress:
-        model = load_model(path, kv_quant=_kv_quant(numerics, path), dtype=_dtype(numerics, platform), progress=progress)
-    note(f"{model.config.name} on {platform}; compiling for {config.slots} slots of {config.ctx} tokens")
-    engine = Engine(model, config=config)
+        model = load_model(path, kv_quant=kv_quant, dtype=dtype, progress=progress)
+    note(f"{model.config.name} on {platform}, {dtype}")
+    with program_progress() as on_program:
+        engine = Engine(model, config=config, on_plan=lambda plan: note(describe_plan(plan)), on_program=on_program)
     try:
         yield engine, model.tokenizer
     finally:
         engine.close()
 
 
-def _kv_quant(numerics: Numerics, path: Path) -> Literal["none", "ds4"]:
-    """auto: the rounding that the trained model expects, where the shape has whole blocks for it."""
-    if numerics.kv_quant == "none":
-        return "none"
-    if numerics.kv_quant == "ds4":
-        return "ds4"
+def read_spec(path: Path, numerics: Numerics) -> ModelSpec:
+    """Describe a file's model without loading its weights."""
+    from ds4jax.model import model
     from ds4jax.model.gguf.reader import GGUFFile
 
-    config = GGUFFile(path).config
-    return "ds4" if (config.head_dim - config.n_rot) % 64 == 0 and config.index_dim == 128 else "none"
+    file = GGUFFile(path)
+    return model.read_spec(file, *numerics.resolve(file))
 
 
-def _dtype(numerics: Numerics, platform: str) -> Literal["float32", "bfloat16"]:
-    """auto: bfloat16 where the hardware has it, float32 on a CPU, which emulates bfloat16 slowly."""
-    if numerics.dtype == "float32" or (numerics.dtype == "auto" and platform == "cpu"):
-        return "float32"
-    return "bfloat16"
+def choose_path(path: Path | None) -> Path:
+    """Return the path, or that of the small default model if there is none."""
+    if path is None:
+        path = default_model()
+        note(f"no model named: using a small one with random weights, {path}")
+    return path
+
+
+def describe_plan(plan: MemoryPlan) -> str:
+    """Say in one line what the memory of an engine goes to."""
+    from ds4jax.cli.console import human_bytes
+
+    of_device = "" if plan.available_bytes is None else f" of {human_bytes(plan.available_bytes)}"
+    return (
+        f"memory: {human_bytes(plan.total_bytes)}{of_device} (weights {human_bytes(plan.weight_bytes)}, "
+        f"{plan.n_slot} slots of {plan.n_ctx} tokens {human_bytes(plan.cache_bytes)}, scratch {human_bytes(plan.scratch_bytes)})"
+    )

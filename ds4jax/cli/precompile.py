@@ -1,9 +1,8 @@
-"""`ds4jax precompile`: fill the cache of compiled programs before the first start."""
+"""`ds4jax precompile`: compile a server's programs before its first start."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,20 +15,30 @@ def precompile(
     model: ModelOption = None,
     batched_session: Annotated[int, typer.Option(min=1, help="As for serve.")] = EngineConfig.slots,
     ctx: Annotated[int, typer.Option("-c", "--ctx", min=2, help="As for serve.")] = EngineConfig.ctx,
+    prefill_chunk: Annotated[int | None, typer.Option(min=1, help="As for serve.")] = None,
     backend: BackendOption = "auto",
     kv_quant: Annotated[str, typer.Option(help="As for serve.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for serve.")] = "auto",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder of programs. Default: JAX_COMPILATION_CACHE_DIR.")] = None,
 ) -> None:
-    """Compile every program that `serve` with the same options needs, and keep them on disk for its start."""
-    from ds4jax.cli import console
-    from ds4jax.cli.loading import Numerics, open_engine
-    from ds4jax.cli.options import choose_backend, choose_model, engine_config
+    """Compile every program that `serve` with the same options needs, so that it starts without compiling. Loads no weights.
 
-    if output is not None:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(output.absolute())
-    path = choose_model(str(model) if model else None, None, ()).path
-    settings = engine_config(os.environ, console.warn, slots=batched_session, ctx=ctx, queue_limit=None, prefill_chunk=None)
-    with open_engine(path, settings, *choose_backend(backend, False, False, None), Numerics(kv_quant, dtype)):
-        pass  # an engine that is open has compiled and run all its programs
-    console.note(f"programs are in {os.environ['JAX_COMPILATION_CACHE_DIR']}")
+    Programs go below DS4JAX_CACHE_DIR, by default the user's cache folder, where serve looks for them.
+    """
+    from ds4jax.cli import console
+    from ds4jax.cli.loading import Numerics, choose_path, read_spec
+    from ds4jax.cli.options import choose_backend, choose_model, engine_config
+    from ds4jax.serving.engine.backend import select_backend
+
+    path = choose_path(choose_model(str(model) if model else None, None, ()).path)
+    settings = engine_config(os.environ, console.warn, slots=batched_session, ctx=ctx, queue_limit=None, prefill_chunk=prefill_chunk)
+    select_backend(*choose_backend(backend, False, False, None))
+
+    from ds4jax.serving.engine.local import engine_shapes, program_directory
+    from ds4jax.serving.engine.programs import ProgramStore, compile_all
+
+    directory = program_directory()
+    with console.program_progress() as on_program:
+        for program in compile_all(engine_shapes(read_spec(path, Numerics(kv_quant, dtype)), settings), ProgramStore(directory)):
+            on_program(program)
+            console.note(f"{program.name:16} {program.seconds:8.2f} s  {console.human_bytes(program.size_bytes)}")
+    print(directory)

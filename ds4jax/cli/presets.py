@@ -32,8 +32,11 @@ def shape_of(preset: str, n_layer: int | None = None) -> ModelConfig:
         return config
     if not 1 <= n_layer <= config.n_layer:
         raise ConfigError(f"--layers: got {n_layer}, expected 1 to {config.n_layer} for {preset}")
+    if n_layer == config.n_layer:
+        return config
     return replace(
         config,
+        name=f"{config.name}, first {n_layer} layers",  # a file with the published name must have the published shape
         n_layer=n_layer,
         compress_ratios=config.compress_ratios[:n_layer],
         swiglu_clamp=config.swiglu_clamp[:n_layer],

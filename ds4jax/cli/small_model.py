@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Return the folder for files that can be made again: $XDG_CACHE_HOME/ds4jax, by default ~/.cache/ds4jax."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds4jax"
+    """Return the folder for files that can be made again: $DS4JAX_CACHE_DIR, else ds4jax in the user's cache folder."""
+    own = os.environ.get("DS4JAX_CACHE_DIR")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds4jax"
 
 
 def default_model() -> Path:

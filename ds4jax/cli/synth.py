@@ -18,8 +18,7 @@ def synth(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a model with random weights in ds4's file layout, for trying things out and measuring speed."""
-    from ds4jax.cli.console import byte_progress, note
-    from ds4jax.cli.inspect import human_bytes
+    from ds4jax.cli.console import byte_progress, human_bytes, note
     from ds4jax.cli.presets import shape_of, vocabulary_of
     from ds4jax.errors import ConfigError, ModelFileError
     from ds4jax.model.gguf.writer import write_synthetic

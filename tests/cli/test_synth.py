@@ -154,6 +154,7 @@ def test_impossible_files_are_refused_before_anything_is_written(tmp_path: Path,
 
 def test_presets() -> None:
     assert shape_of("flash", 4).compress_ratios == (0, 0, 4, 128)
+    assert shape_of("flash", 4).name != FLASH.name, "it would be refused as a Flash file of the wrong shape"
     with pytest.raises(ConfigError, match="1 to 5"):
         shape_of("tiny", 6)
     with pytest.raises(ConfigError, match="tiny, flash, pro"):
