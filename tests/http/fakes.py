@@ -117,6 +117,12 @@ class EchoEngine:
         with self._lock:
             return len(self._running) + len(self._waiting)
 
+    @property
+    def n_running_tokens(self) -> int:
+        """Tokens delivered to requests that still run."""
+        with self._lock:
+            return sum(run.n_sent for run in self._running)
+
     # ------------------------------------------------------------ the thread
     def _loop(self) -> None:
         while not self._stop:

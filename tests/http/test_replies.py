@@ -163,16 +163,14 @@ async def test_a_failed_step_is_an_error_finish(make_app: MakeApp, make_engine: 
     assert choice["error"]["message"] == "batched decode failed: scripted"
 
 
-async def test_an_engine_that_dies_ends_the_reply(make_app: MakeApp, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds4jax.serving.http.openai_common._PATIENCE_S", 0.05)
-
+async def test_an_engine_that_dies_ends_the_reply(make_app: MakeApp, make_engine: MakeEngine) -> None:
     def script(request: Any) -> list[int]:
         engine._stop = True  # as a thread that ends without a word
         return [0]
 
     engine: EchoEngine = make_engine()
     engine.script = script
-    choice = (await chat(make_app(engine)))["choices"][0]
+    choice = (await chat(make_app(engine, keepalive_s=0.05)))["choices"][0]
     assert choice["finish_reason"] == "error"
     assert "engine stopped" in choice["error"]["message"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import orjson
-from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
+from hypercorn.typing import ASGIReceiveCallable, ASGIReceiveEvent, ASGISendCallable, Scope
 from quart import Response, request
 
 from ds4jax.config import ServerConfig
@@ -20,7 +20,7 @@ from ds4jax.serving.http.generation import SHUTTING_DOWN, Generation
 from ds4jax.serving.metrics import Metrics
 from ds4jax.text.tokenizer import Tokenizer
 
-_OPEN = "ds4jax.generations"
+_CLIENT = "ds4jax.client"
 
 
 class Edge:
@@ -42,15 +42,18 @@ class Edge:
         """Read the body of the current request as a call, and submit it.
 
         Reading runs in a worker thread: a long prompt takes longer to parse and encode than other streams may wait.
-        The generation is closed when the client's connection is done with this request, whatever the reason.
+        The generation is closed when the client leaves or has its reply. Raises CancelledError if it has left already.
         """
+        client: ClientConnection = cast(dict[str, Any], request.scope)[_CLIENT]
         call = await asyncio.to_thread(read, cast(bytes, await request.get_data(as_text=False)))
         self._check_model(call.model)
+        if client.gone:
+            raise asyncio.CancelledError
         if self._closing or not self.engine.alive():
             raise EngineStoppedError(SHUTTING_DOWN if self._closing else "the engine has stopped; restart the server")
         generation = Generation(call, self.engine, self.tokenizer, self.metrics)
         self._open.add(generation)
-        cast(dict[str, list[Generation]], request.scope)[_OPEN].append(generation)
+        client.adopt(generation)
         return generation
 
     def _check_model(self, model: str) -> None:
@@ -70,25 +73,50 @@ class Edge:
         self._open.discard(generation)
 
 
-class ReleaseAtEnd:
-    """ASGI middleware that releases the generations of a request when the connection is done with it.
+class ClientConnection:
+    """The client that one request came from, and the generations that work for it."""
 
-    This is the one place that frees slots, because it is the one place that runs in each case: the reply was sent, the
-    handler failed, or the client left before, between or during the reply (a body that was never iterated is not closed
-    by anyone).
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._generations: list[Generation] = []
+        self.gone = False
+
+    def adopt(self, generation: Generation) -> None:
+        """Work for this client until it leaves."""
+        self._generations.append(generation)
+
+    def leave(self) -> None:
+        """Free everything that works for this client."""
+        self.gone = True
+        for generation in self._generations:
+            self._edge.release(generation)
+
+
+class ReleaseAtEnd:
+    """ASGI middleware that frees the slots of a request when its client leaves or its reply has been sent.
+
+    This is the one place that does, because it is the one that sees every case: the client leaves before, during or between
+    the parts of a reply; the handler fails; a body that is never iterated. The framework cancels the handler when a client leaves, but
+    that cannot be relied upon: a cancellation that meets a wait which has just succeeded is lost (`asyncio.wait_for` before Python 3.12).
     """
 
     def __init__(self, app: Callable[..., Any], edge: Edge) -> None:
         self._app, self._edge = app, edge
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        generations: list[Generation] = []
-        cast(dict[str, list[Generation]], scope)[_OPEN] = generations
+        client = ClientConnection(self._edge)
+        cast(dict[str, Any], scope)[_CLIENT] = client
+
+        async def watched_receive() -> ASGIReceiveEvent:
+            event = await receive()
+            if event["type"] == "http.disconnect":
+                client.leave()
+            return event
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, watched_receive, send)
         finally:
-            for generation in generations:
-                self._edge.release(generation)
+            client.leave()
 
 
 def json_response(body: Any, status: int = 200) -> Response:

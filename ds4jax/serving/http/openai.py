@@ -30,14 +30,14 @@ def blueprint(edge: Edge) -> Blueprint:
     async def chat_completions() -> Response:
         generation = await edge.start(read_chat)
         if not generation.call.stream:
-            return json_response(await openai_chat.reply(generation))
+            return json_response(await openai_chat.reply(generation, edge.config.keepalive_s))
         return sse.response(stream_body(generation, openai_chat.ChatChunks(generation), edge.config.keepalive_s))
 
     @routes.post("/v1/completions")
     async def completions() -> Response:
         generation = await edge.start(read_completion)
         if not generation.call.stream:
-            return json_response(await openai_completions.reply(generation))
+            return json_response(await openai_completions.reply(generation, edge.config.keepalive_s))
         return sse.response(stream_body(generation, openai_completions.CompletionChunks(generation), edge.config.keepalive_s))
 
     @routes.get("/v1/models")

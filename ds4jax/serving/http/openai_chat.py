@@ -79,9 +79,9 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
     )
 
 
-async def reply(generation: Generation) -> dict[str, Any]:
+async def reply(generation: Generation, check_s: float) -> dict[str, Any]:
     """Wait for the reply of a call that does not stream."""
-    ((text, ending),) = await common.collect(generation)
+    ((text, ending),) = await common.collect(generation, check_s)
     # Thoughts that were cut are no answer: content is null, not the empty answer that "" would be.
     message = {"role": "assistant", "content": text["content"] or (None if text["reasoning"] else "")}
     if text["reasoning"]:

@@ -11,8 +11,6 @@ from ds4jax.serving.http import sse
 from ds4jax.serving.http.generation import Ending, Generation, Piece
 from ds4jax.serving.http.problems import SERVER, Problem
 
-_PATIENCE_S = 5.0
-
 
 def error_object(problem: Problem) -> dict[str, Any]:
     """Shape an error as OpenAI's API does."""
@@ -41,12 +39,15 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-async def collect(generation: Generation) -> list[tuple[dict[str, str], Ending]]:
-    """Wait for the whole reply: for each choice its text by kind ("reasoning", "content"), and its ending."""
+async def collect(generation: Generation, check_s: float) -> list[tuple[dict[str, str], Ending]]:
+    """Wait for the whole reply: for each choice its text by kind ("reasoning", "content"), and its ending.
+
+    check_s: how often to look, in silence, whether the engine is still alive.
+    """
     loop = asyncio.get_running_loop()
     texts: list[dict[str, str]] = [{"reasoning": "", "content": ""} for _ in generation.choices]
     while not generation.ended:
-        for piece in await generation.pieces(until=loop.time() + _PATIENCE_S):
+        for piece in await generation.pieces(until=loop.time() + check_s):
             for delta in piece.deltas:
                 texts[piece.index][delta.kind] += delta.text
     return [(text, choice.ending) for text, choice in zip(texts, generation.choices, strict=True) if choice.ending is not None]

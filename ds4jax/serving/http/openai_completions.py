@@ -49,10 +49,10 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
     )
 
 
-async def reply(generation: Generation) -> dict[str, Any]:
+async def reply(generation: Generation, check_s: float) -> dict[str, Any]:
     """Wait for the reply of a call that does not stream."""
     choices = []
-    for index, (text, ending) in enumerate(await common.collect(generation)):
+    for index, (text, ending) in enumerate(await common.collect(generation, check_s)):
         choice = {"text": text["content"], "index": index, "finish_reason": ending.reason}
         choices.append(choice | common.ending_error(ending) if ending.reason == "error" else choice)
     return {**common.head(generation, "text_completion"), "choices": choices, "usage": common.usage(generation)}
@@ -108,7 +108,6 @@ def _checked(ids: list[Any], place: str, tokenizer: Tokenizer) -> tuple[int, ...
         raise RequestError(f"{place}: got no tokens, expected at least one", place)
     for i, token_id in enumerate(ids):
         if not 0 <= token_id < tokenizer.n_vocab:
-            raise RequestError(
-                f"{place}[{i}]: token id {token_id} is out of range; this vocabulary has 0 to {tokenizer.n_vocab - 1}", place
-            )
+            at = f"{place}[{i}]"
+            raise RequestError(f"{at}: token id {token_id} is out of range; this vocabulary has 0 to {tokenizer.n_vocab - 1}", at)
     return tuple(ids)

@@ -28,6 +28,7 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._events: list[IndexedEvent] = []
+        self._closed = False
         self._running: dict[int, int] = {}  # choice index -> engine request id
         try:
             for index, request in enumerate(requests):
@@ -56,7 +57,7 @@ class EventStream:
         """Wait for events, at most until the loop's clock shows `until` (seconds); return all that have arrived.
 
         Everything queued comes at once, so that a reader who fell behind catches up in one write. An empty list means
-        silence. Raises EngineStoppedError when the engine died and can send nothing any more.
+        silence. Raises CancelledError once the stream is closed, and EngineStoppedError when the engine died and can send nothing any more.
         """
         if not self._events:
             self._arrived.clear()
@@ -66,6 +67,8 @@ class EventStream:
             except TimeoutError:
                 if not self._engine.alive():
                     raise EngineStoppedError("the engine stopped while this request was running; restart the server") from None
+        if self._closed:
+            raise asyncio.CancelledError
         events, self._events = self._events, []
         return events
 
@@ -83,6 +86,8 @@ class EventStream:
         self._arrived.set()
 
     def close(self) -> None:
-        """Cancel every choice that still runs. Closing twice does nothing more."""
+        """Cancel every choice that still runs, and whoever waits for them. Closing twice does nothing more."""
+        self._closed = True
+        self._arrived.set()
         for index in list(self._running):
             self.cancel(index)

@@ -1,0 +1,119 @@
+"""Starting and stopping: addresses, signals, and what open replies get to know."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ds4jax.errors import ConfigError
+from ds4jax.serving.http.serve import listen, url_of
+from tests.http.conftest import MakeEngine, MakeServer
+from tests.http.fakes import wait_until
+
+ROOT = Path(__file__).parents[2]
+SERVE = """
+import threading
+from pathlib import Path
+from tests.http.fakes import EchoEngine, byte_tokenizer
+from ds4jax.config import ServerConfig
+from ds4jax.serving.http.serve import run
+engine = EchoEngine(gate=threading.Semaphore(1))
+run(engine, byte_tokenizer(), ServerConfig(port=0, keepalive_s=0.05), on_ready=lambda url: print(url, flush=True))
+engine.die()
+print("ended", flush=True)
+"""
+
+
+def post_stream(port: int) -> socket.socket:
+    body = json.dumps({"prompt": "xyz", "stream": True}).encode()
+    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    return sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    data = b""
+    while piece := sock.recv(65536):
+        data += piece
+    return data
+
+
+@pytest.fixture
+def process() -> subprocess.Popen[str]:
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        yield child  # type: ignore[misc]
+        child.kill()
+
+
+def port_of(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    assert url.startswith("http://127.0.0.1:")
+    return int(url.rsplit(":", 1)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_idle_server(process: subprocess.Popen[str], number: int) -> None:
+    port = port_of(process)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as idle:  # a kept connection must not hold it up
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(1000).startswith(b"HTTP/1.1 200")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "ended\n"), err
+
+
+def test_a_second_signal_exits_at_once(process: subprocess.Popen[str]) -> None:
+    with post_stream(port_of(process)) as sock:
+        assert sock.recv(1000)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "a second signal exits at once" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_open_replies_may_end(make_server: MakeServer, make_engine: MakeEngine) -> None:
+    engine = make_engine(gate=threading.Semaphore(1))
+    server = make_server(engine, grace_s=20)
+    with post_stream(server.port) as sock:
+        wait_until(lambda: engine.n_running_tokens == 1, "the reply has begun")
+        server.ask_to_stop()
+        engine.gate.release(100)
+        data = read_all(sock)
+    server.join()
+    assert data.count(b'"text":') == 4 and b"data: [DONE]" in data
+    assert engine.cancels == []
+
+
+def test_replies_that_do_not_end_are_told_why(make_server: MakeServer, make_engine: MakeEngine) -> None:
+    engine = make_engine(gate=threading.Semaphore(1))
+    server = make_server(engine, grace_s=0.05)
+    with post_stream(server.port) as sock:
+        wait_until(lambda: engine.n_running_tokens == 1, "the reply has begun")
+        server.ask_to_stop()
+        data = read_all(sock)
+    server.join()
+    assert b"event: error" in data and b"shutting down" in data and b"data: [DONE]" in data
+    assert engine.cancels == [1]
+
+
+def test_a_taken_port_is_told(make_server: MakeServer) -> None:
+    with pytest.raises(ConfigError, match="--port"):
+        listen("127.0.0.1", make_server().port)
+
+
+def test_urls() -> None:
+    with listen("127.0.0.1", 0) as v4:
+        assert url_of(v4) == f"http://127.0.0.1:{v4.getsockname()[1]}"
+    if socket.has_ipv6:
+        with listen("::1", 0) as v6:
+            assert url_of(v6) == f"http://[::1]:{v6.getsockname()[1]}"
