@@ -28,7 +28,8 @@ def next_token(history: Sequence[int], seed: int = 0) -> int:
 
 def alone(request: GenerateRequest, n_ctx: int) -> list[int]:
     """The tokens that a request must be given, whatever else is going on."""
-    history, out = list(request.prompt), []
+    history: list[int] = list(request.prompt)
+    out: list[int] = []
     while len(history) < n_ctx and len(out) != request.max_tokens:
         token = next_token(history, request.sampling.seed or 0)
         if token in request.stop_token_ids:
@@ -73,7 +74,8 @@ class FakeDevice:
     """Steps are numbered from 0 in launch order, prefill chunks included.
 
     fail_launch, fail_read: step -> whether the cache is lost with it. bad_rows: (step, slot) whose logits are unusable.
-    trace: ("decode" | "prefill", step) and ("read", step), in the order of the calls; step_slots: the slots of each step. hold_reads(): results stay away until let_go().
+    trace: ("decode" | "prefill", step) and ("read", step), in the order of the calls.
+    step_slots: the slots of each step. hold_reads(): results stay away until let_go().
     """
 
     n_slots: int = 4

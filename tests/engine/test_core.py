@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ def request(*prompt: int, n: int | None = 6, seed: int = 0, stop: frozenset[int]
     return GenerateRequest(prompt, n, SamplingParams(seed=seed), stop)
 
 
-def engine(device: FakeDevice | None = None, **options: int | bool) -> tuple[EngineCore, FakeDevice, FakeClock]:
+def engine(device: FakeDevice | None = None, **options: Any) -> tuple[EngineCore, FakeDevice, FakeClock]:
     device, clock = device or FakeDevice(), FakeClock()
-    config = EngineConfig(slots=device.n_slots, ctx=device.n_ctx, prefill_quantum=16, mixed_prefill_quantum=4, **options)  # type: ignore[arg-type]
+    config = EngineConfig(slots=device.n_slots, ctx=device.n_ctx, prefill_quantum=16, mixed_prefill_quantum=4, **options)
     return EngineCore(device, config, clock), device, clock
 
 

@@ -46,7 +46,8 @@ def check_usable(core: EngineCore, clock: FakeClock, n_slots: int) -> None:
 @pytest.mark.parametrize("cache_lost", [False, True])
 @pytest.mark.parametrize("step", range(10))
 def test_only_the_batch_ends_unless_the_cache_is_lost(step: int, cache_lost: bool, where: str) -> None:
-    device = FakeDevice(n_slots=3, **{where: {step: cache_lost}})
+    device = FakeDevice(n_slots=3)
+    getattr(device, where)[step] = cache_lost
     core, clock = engine(device)
     asked = [request(0, 2, n=4), request(1, 2, n=6), request(2, 2)]
     ids = [core.submit(one) for one in asked]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from tests.engine.fakes import FakeClock, FakeDevice, Record, alone, next_token,
 WINDOW_US = 2000
 
 
-def engine(device: FakeDevice | None = None, **options: int) -> tuple[EngineCore, FakeDevice, FakeClock]:
+def engine(device: FakeDevice | None = None, **options: Any) -> tuple[EngineCore, FakeDevice, FakeClock]:
     device, clock = device or FakeDevice(), FakeClock()
     config = EngineConfig(slots=device.n_slots, ctx=device.n_ctx, prefill_quantum=16, mixed_prefill_quantum=4, **options)
     return EngineCore(device, config, clock), device, clock

@@ -18,7 +18,7 @@ thread; what others may touch is in this file, behind one lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -103,7 +103,7 @@ class Engine:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         stop_ids: Sequence[int] | frozenset[int] = (),
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Generate token ids, one at a time, blocking. Closing the iterator cancels; errors as `notebook.stream_tokens`."""
         prompt = tuple(int(token) for token in prompt_ids)
         return stream_tokens(self, GenerateRequest(prompt, max_tokens, sampling or SamplingParams(), frozenset(stop_ids)))

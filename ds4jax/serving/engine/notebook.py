@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -69,7 +69,7 @@ class NotebookSession:
         self.close()
 
 
-def stream_tokens(engine: EngineClient, request: GenerateRequest) -> Iterator[int]:
+def stream_tokens(engine: EngineClient, request: GenerateRequest) -> Generator[int, None, None]:
     """Generate from the first `next()` on; closing the iterator, or leaving its loop, cancels.
 
     Raises what `EngineClient.submit` raises, Ds4jaxError if a step fails, and EngineStoppedError if the engine is closed.
