@@ -20,7 +20,6 @@ from tests.http.fakes import wait_until
 ROOT = Path(__file__).parents[2]
 SERVE = """
 import threading
-from pathlib import Path
 from tests.http.fakes import EchoEngine, byte_tokenizer
 from ds4jax.config import ServerConfig
 from ds4jax.serving.http.serve import run

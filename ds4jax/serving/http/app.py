@@ -37,7 +37,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig)
     app.asgi_app = ReleaseAtEnd(app.asgi_app, edge)  # type: ignore[method-assign]
     app.register_blueprint(openai.blueprint(edge))
     _add_operations(app, edge)
-    _add_errors(app)
+    _add_errors(app, config.body_limit_bytes)
     _add_options(app, cors=config.cors)
 
     @app.while_serving
@@ -62,12 +62,12 @@ def _add_operations(app: Quart, edge: Edge) -> None:
         return Response(edge.metrics.render(), content_type=CONTENT_TYPE)
 
 
-def _add_errors(app: Quart) -> None:
+def _add_errors(app: Quart, body_limit_bytes: int) -> None:
     """Answer every error in the API's own shape, those of the framework included."""
 
     @app.errorhandler(Exception)
     async def failed(error: Exception) -> Response:
-        problem = describe(error)
+        problem = describe(error, body_limit_bytes=body_limit_bytes)
         if problem.status >= 500:
             log.error("%s %s failed", request.method, request.path, exc_info=error)
         response = json_response(error_object(problem), status=problem.status)

@@ -28,7 +28,7 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def describe(error: Exception) -> Problem:
+def describe(error: Exception, *, body_limit_bytes: int) -> Problem:
     """Choose status, type and code for an error. Unknown ones become a 500 that tells nothing about our inside."""
     match error:
         case ContextLengthError():
@@ -44,19 +44,19 @@ def describe(error: Exception) -> Problem:
         case EngineStoppedError():
             return Problem(503, str(error), SERVER, code="engine_stopped")
         case HTTPException():
-            return _describe_http(error)
+            return _describe_http(error, body_limit_bytes)
         case _:
             return Problem(500, "internal error; the server's log has the details", SERVER, code="internal_error")
 
 
-def _describe_http(error: HTTPException) -> Problem:
+def _describe_http(error: HTTPException, body_limit_bytes: int) -> Problem:
     """Reword what the framework raises."""
     status = error.code or 500
     messages = {
         404: "unknown endpoint; see /v1/models, /v1/chat/completions and /v1/completions",
-        405: "this endpoint does not take that method",
-        408: "the request body did not arrive in time",
-        413: "the request body is too large",
+        405: "this endpoint does not take that method; the Allow header lists those it does",
+        408: "the request body did not arrive in time; send the request again",
+        413: f"the request body is larger than this server takes ({body_limit_bytes} bytes); send less",
     }
     headers = {name: value for name, value in error.get_headers() if name == "Allow"}
     return Problem(status, messages.get(status) or error.description or error.name, INVALID if status < 500 else SERVER, headers=headers)
