@@ -1,0 +1,26 @@
+"""Packed weights: keep them as they lie in the file, expand them on the way into a product."""
+
+from ds4jax.model.quant.experts import RoutingPlan, expert_matmul, route
+from ds4jax.model.quant.formats import dequantize
+from ds4jax.model.quant.layouts import LAYOUTS
+from ds4jax.model.quant.matmul import matmul
+from ds4jax.model.quant.qtensor import QTensor, field_shapes, pack, row_bytes, take_layer
+from ds4jax.model.quant.rows import embed, grouped_matmul
+
+KINDS = tuple(LAYOUTS)
+
+__all__ = [
+    "KINDS",
+    "QTensor",
+    "RoutingPlan",
+    "dequantize",
+    "embed",
+    "expert_matmul",
+    "field_shapes",
+    "grouped_matmul",
+    "matmul",
+    "pack",
+    "route",
+    "row_bytes",
+    "take_layer",
+]

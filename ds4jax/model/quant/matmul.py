@@ -1,0 +1,31 @@
+"""Multiply activations by packed weights."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from ds4jax.model.quant.formats import dequantize
+from ds4jax.model.quant.qtensor import QTensor
+
+
+def matmul(x: Array, w: QTensor, *, precision: lax.PrecisionLike = None, out_dtype: DTypeLike | None = None) -> Array:
+    """Multiply x [..., K] by w [N, K]: [..., N] in `out_dtype` (default: x.dtype), accumulated in float32.
+
+    The weights are expanded to x.dtype on the fly and never kept. On a CPU that costs about as much again as the product itself and is the
+    fastest form measured: sums over blocks of integer products run at a fifth of its speed or less.
+    """
+    return dot(x, dequantize(w, x.dtype), precision=precision).astype(out_dtype or x.dtype)
+
+
+def dot(x: Array, w: Array, *, pairwise: bool = False, precision: lax.PrecisionLike = None) -> Array:
+    """Multiply x [..., K] by plain weights [N, K] of the same type: f32 [..., N]; pairwise: x [P, K] by w [P, N, K].
+
+    float32 operands are multiplied as float32 unless `precision` says otherwise: accelerators would round them to fewer bits.
+    """
+    if precision is None and x.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST
+    batch = ((0,), (0,)) if pairwise else ((), ())
+    dimensions = (((x.ndim - 1,), (w.ndim - 1,)), batch)
+    return lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)

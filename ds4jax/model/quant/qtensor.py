@@ -1,0 +1,95 @@
+"""QTensor: a packed weight as a pytree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from ds4jax.errors import ModelFileError
+from ds4jax.model.quant.layouts import layout_of
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["fields"], meta_fields=["kind"])
+@dataclass(frozen=True)
+class QTensor:
+    """A weight [..., N, K] that stays packed as in its GGUF file.
+
+    kind: GGUF type name; fields: arrays [..., N, K / values a block * elements a block], named in `layouts`. All fields share the leading
+    axes (layers, experts, rows), so that stacking and indexing these is a `jax.tree.map`.
+    """
+
+    kind: str
+    fields: dict[str, Array] = field(repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape [..., N, K]."""
+        layout = layout_of(self.kind)
+        name, part = next(iter(layout.parts.items()))
+        *leading, width = self.fields[name].shape
+        return (*leading, width // part.count * layout.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all fields; equals the bytes of the tensor in its file."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.fields.values())
+
+
+def field_shapes(kind: str, shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and types of the fields of a weight [..., N, K], before any array exists.
+
+    Raises ModelFileError where K is no whole number of blocks.
+    """
+    layout = layout_of(kind)
+    *leading, k = shape
+    n_blocks = _n_blocks(kind, k)
+    return {name: jax.ShapeDtypeStruct((*leading, n_blocks * part.count), part.dtype) for name, part in layout.parts.items()}
+
+
+def row_bytes(kind: str, k: int) -> int:
+    """Bytes of one row of k values. Raises ModelFileError where k is no whole number of blocks."""
+    return _n_blocks(kind, k) * layout_of(kind).block.itemsize
+
+
+def pack(kind: str, raw: np.ndarray, shape: Sequence[int]) -> dict[str, np.ndarray]:
+    """Split a tensor's bytes into fields, on the host.
+
+    raw: uint8 of any shape whose size fits, C order, possibly a read-only memory map; shape: logical [..., N, K]. Plain float kinds are
+    views of `raw`; of the others each field is one copy. Raises ModelFileError where bytes and shape disagree.
+    """
+    layout = layout_of(kind)
+    *leading, k = shape
+    n_bytes = math.prod(leading) * row_bytes(kind, k)
+    if raw.dtype != np.uint8 or raw.size != n_bytes:
+        raise ModelFileError(
+            f"{kind} tensor of shape {tuple(shape)}: got {raw.size} x {raw.dtype}, expected {n_bytes} bytes. Is the file whole?"
+        )
+    blocks = raw.reshape(*leading, -1).view(layout.block)  # [..., N, blocks]
+    fields = {}
+    for name, part in layout.parts.items():
+        values: Any = blocks
+        for member in part.path:
+            values = values[member]
+        fields[name] = np.ascontiguousarray(values).reshape(*leading, -1)
+    return fields
+
+
+def take_layer(w: QTensor, i: Array | int) -> QTensor:
+    """Index axis 0 of every field; `i` may be traced and must be in range."""
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False), w)
+
+
+def _n_blocks(kind: str, k: int) -> int:
+    values = layout_of(kind).values
+    if k % values:
+        raise ModelFileError(
+            f"{kind}: rows of {k} values, expected a multiple of {values}. Such a tensor must be stored as F16, F32 or Q8_0."
+        )
+    return k // values
