@@ -85,6 +85,44 @@ def test_the_step_that_was_enqueued_behind_a_failure_is_discarded() -> None:
     check_usable(core, clock, 1)
 
 
+def test_nothing_is_built_upon_a_launch_that_failed() -> None:
+    device = FakeDevice(n_slots=1, fail_launch={2: False})
+    core, clock = engine(device)
+    request_id = core.submit(request(5, n=20))
+    record = run(core, clock)
+    assert record.tokens(request_id) == alone(request(5), 64)[:2]  # what had been launched before still counts
+    assert len(device.step_slots) == 3
+
+
+def test_a_lost_cache_takes_the_memory_of_free_slots_with_it() -> None:
+    device = FakeDevice(n_slots=2)
+    core, clock = engine(device)
+    core.submit(request(1, n=4))
+    run(core, clock)
+    device.fail_read[len(device.step_slots)] = True
+    core.submit(request(9))
+    run(core, clock)
+    continued = request(1, *alone(request(1, n=4), 64), 5)
+    request_id = core.submit(continued)
+    record = run(core, clock)
+    assert record.finish(request_id).n_cached == 0
+    check_ends(record, request_id, continued, failed=False)
+
+
+def test_a_lost_cache_is_not_blamed_on_those_who_come_after() -> None:
+    """The step behind the one that lost the cache fails for the same reason; a new request must not be ended by it."""
+    device = FakeDevice(n_slots=2, fail_read={2: True, 3: True})
+    core, clock = engine(device)
+    victim = core.submit(request(5, n=20))
+    record = Record()
+    while not any(isinstance(event, Finish) for event in record.events):
+        record.events += core.step(clock.now_us).events
+    heir = core.submit(request(6))
+    run(core, clock, record)
+    check_ends(record, victim, request(5, n=20), failed=True)
+    check_ends(record, heir, request(6), failed=False)
+
+
 def test_a_failed_step_of_a_cancelled_request_damages_its_slot_all_the_same() -> None:
     device = FakeDevice(n_slots=1, fail_read={2: False})
     core, clock = engine(device)

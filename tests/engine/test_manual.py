@@ -80,6 +80,8 @@ def test_sessions_take_slots_and_closing_gives_them_back_with_their_tokens() -> 
     assert run(core, clock).of(waiting) == []
     core.close_session(session)
     core.close_session(session)
+    with pytest.raises(QueueFullError, match="1 requests are waiting"):  # the slot is promised
+        core.open_session()
     record = run(core, clock)
     assert record.finish(waiting).n_cached == 3
     assert record.tokens(waiting) == alone(request(1, 2, 3, 4, n=2), 64)
