@@ -62,9 +62,9 @@ def test_leaving_with_several_choices(make_server: MakeServer, make_engine: Make
 
 def test_leaving_without_reading(make_server: MakeServer, make_engine: MakeEngine) -> None:
     """The server is stuck in a write to this client when it leaves."""
-    engine = make_engine(script=lambda request: [*range(97, 123)] * 2000, n_ctx=60_000, gate=threading.Semaphore(40_000))
+    engine = make_engine(script=lambda request: [*range(97, 123)] * 1000, n_ctx=30_000, gate=threading.Semaphore(20_000))
     sock = send(make_server(engine), stream=True)
-    wait_until(lambda: engine.n_running_tokens == 40_000, "the engine waits for the gate", 30)
+    wait_until(lambda: engine.n_running_tokens == 20_000, "the engine waits for the gate", 30)
     sock.close()
     assert_freed(engine)
 

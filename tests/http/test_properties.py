@@ -64,7 +64,7 @@ class Body(msgspec.Struct):
 @given(
     text=st.text(), other=st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_well_formed_body_is_read(text: str, other: Any) -> None:
     for ascii_only in (False, True):
         data = json.dumps({"other": other, "x": text}, ensure_ascii=ascii_only)

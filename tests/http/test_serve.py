@@ -8,8 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ds4jax.errors import ConfigError
@@ -23,11 +26,14 @@ import threading
 from tests.http.fakes import EchoEngine, byte_tokenizer
 from ds4jax.config import ServerConfig
 from ds4jax.serving.http.serve import run
-engine = EchoEngine(gate=threading.Semaphore(1))
-run(engine, byte_tokenizer(), ServerConfig(port=0, keepalive_s=0.05), on_ready=lambda url: print(url, flush=True))
+engine = ENGINE
+run(engine, byte_tokenizer(), ServerConfig(port=0, keepalive_s=0.05), on_ready=lambda url: print(url, flush=True), grace_s=GRACE)
 engine.die()
 print("ended", flush=True)
 """
+
+# Far more than sockets hold.
+NEVER_READ = "EchoEngine(script=lambda request: [97] * 60_000, n_ctx=60_000)"
 
 
 def post_stream(port: int) -> socket.socket:
@@ -44,11 +50,15 @@ def read_all(sock: socket.socket) -> bytes:
     return data
 
 
-@pytest.fixture
-def process() -> subprocess.Popen[str]:
-    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
-        yield child  # type: ignore[misc]
-        child.kill()
+@contextmanager
+def serving(engine: str = "EchoEngine(gate=threading.Semaphore(1))", grace_s: float = 20) -> Iterator[subprocess.Popen[str]]:
+    """Run a server in a process of its own, over the engine that an expression makes."""
+    command = [sys.executable, "-c", SERVE.replace("ENGINE", engine).replace("GRACE", str(grace_s))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def port_of(process: subprocess.Popen[str]) -> int:
@@ -59,18 +69,18 @@ def port_of(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_an_idle_server(process: subprocess.Popen[str], number: int) -> None:
-    port = port_of(process)
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as idle:  # a kept connection must not hold it up
+def test_a_signal_ends_an_idle_server(number: int) -> None:
+    with serving() as process, socket.create_connection(("127.0.0.1", port_of(process)), timeout=10) as idle:
         idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert idle.recv(1000).startswith(b"HTTP/1.1 200")
+        # The connection is kept, and must not hold up the end.
         process.send_signal(number)
         out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "ended\n"), err
 
 
-def test_a_second_signal_exits_at_once(process: subprocess.Popen[str]) -> None:
-    with post_stream(port_of(process)) as sock:
+def test_a_second_signal_exits_at_once() -> None:
+    with serving() as process, post_stream(port_of(process)) as sock:
         assert sock.recv(1000)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
@@ -116,3 +126,15 @@ def test_urls() -> None:
     if socket.has_ipv6:
         with listen("::1", 0) as v6:
             assert url_of(v6) == f"http://[::1]:{v6.getsockname()[1]}"
+
+
+def test_a_client_that_never_reads_does_not_hold_up_the_end() -> None:
+    with serving(NEVER_READ, grace_s=0.05) as process:
+        port = port_of(process)
+        with post_stream(port) as sock:
+            assert sock.recv(100)
+            health = f"http://127.0.0.1:{port}/health"
+            wait_until(lambda: httpx.get(health, trust_env=False).json()["n_running"] == 0, "all is generated, and waits to be read", 30)
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "ended\n"), err

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config as HypercornConfig
@@ -27,22 +27,30 @@ GRACE_S = 10.0
 """How long open replies may go on once the server was asked to stop."""
 
 _FAREWELL_S = 2.0  # for clients to read how their reply ended
+_DROP_ROUNDS, _DROP_ROUND_S = 5, 0.2
 _BACKLOG = 1024
 _HEADER_LIMIT_BYTES = 64 << 10
 _IDLE_CONNECTION_S = 75.0  # longer than the idle pools of common clients and proxies, so that they close first
 
 
-def run(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
+def run(
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    grace_s: float = GRACE_S,
+) -> None:
     """Serve until SIGINT or SIGTERM; blocks. Call it on the main thread.
 
-    The first signal stops new connections and lets open replies end within GRACE_S seconds; a second one exits at once.
+    The first signal stops new connections and lets open replies end within grace_s seconds; a second one exits at once.
     on_ready gets the URL once connections are accepted; port 0 takes a free port, and the URL tells which.
     Raises ConfigError when the address cannot be had.
     """
     listener = listen(config.host, config.port)
     if on_ready is not None:
         on_ready(url_of(listener))
-    asyncio.run(_run_until_signal(create_app(engine, tokenizer, config), listener))
+    asyncio.run(_run_until_signal(create_app(engine, tokenizer, config), listener, grace_s))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -68,42 +76,59 @@ async def serve(app: Quart, listener: socket.socket, stop: asyncio.Event, *, gra
     After grace_s seconds, replies that still run are ended with an error that says why; clients that do not even read
     that are dropped.
     """
-    server = asyncio.create_task(hypercorn_serve(app, _hypercorn_config(listener), shutdown_trigger=stop.wait))
+    others = asyncio.all_tasks()
+    server = asyncio.create_task(hypercorn_serve(app, _hypercorn_config(listener, grace_s), shutdown_trigger=stop.wait))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({server, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     edge: Edge = app.extensions[EDGE]
-    for patience_s, next_step in ((grace_s, edge.abort_all), (_FAREWELL_S, server.cancel)):
-        await asyncio.wait({server}, timeout=patience_s)
-        if not server.done():
-            next_step()
-    with contextlib.suppress(asyncio.CancelledError):
+    _, running = await asyncio.wait({server}, timeout=grace_s)
+    if running:
+        edge.abort_all()
+        _, running = await asyncio.wait({server}, timeout=_FAREWELL_S)
+    if running:
+        await _drop_connections(others)
+    else:
         await server
 
 
-async def _run_until_signal(app: Quart, listener: socket.socket) -> None:
+async def _drop_connections(others: set[asyncio.Task[Any]]) -> None:
+    """Cancel every task but `others`, until all have ended.
+
+    Once is not enough: on its way out, a cancelled connection waits again for its client to read what was sent.
+    """
+    for _ in range(_DROP_ROUNDS):
+        tasks = asyncio.all_tasks() - others
+        if not tasks:
+            return
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_DROP_ROUND_S)
+
+
+async def _run_until_signal(app: Quart, listener: socket.socket, grace_s: float) -> None:
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
         if stop.is_set():
             os._exit(128 + number)  # an orderly end is under way and was not fast enough
-        log.warning("stopping: open replies have %.0f s to end; a second signal exits at once", GRACE_S)
+        log.warning("stopping: open replies have %.0f s to end; a second signal exits at once", grace_s)
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    await serve(app, listener, stop)
+    await serve(app, listener, stop, grace_s=grace_s)
 
 
-def _hypercorn_config(listener: socket.socket) -> HypercornConfig:
+def _hypercorn_config(listener: socket.socket, grace_s: float) -> HypercornConfig:
     """Settings for long streams: nothing ends a connection that still has a reply to come."""
     config = HypercornConfig()
     config.bind = [f"fd://{listener.detach()}"]
     config.backlog = _BACKLOG
     config.keep_alive_timeout = _IDLE_CONNECTION_S
     config.h11_max_incomplete_size = _HEADER_LIMIT_BYTES
-    config.graceful_timeout = GRACE_S + 2 * _FAREWELL_S  # `serve` is in charge of the end
+    config.graceful_timeout = grace_s + 2 * _FAREWELL_S  # `serve` is in charge of the end
     config.include_server_header = False
     config.loglevel = "WARNING"
     return config
