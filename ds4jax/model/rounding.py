@@ -1,7 +1,8 @@
 """The rounding that DeepSeek V4 was trained with: FP8 attention rows, Hadamard-rotated FP4 indexer rows, half-precision cache rows.
 
-Everything is integer and power-of-two arithmetic on float32: no float8 casts, no logarithms, no divisions. So the bits are the same eagerly,
-under jit, on a CPU and on a GPU, and exponents are exact at powers of two. Encoders return what a cache stores; `*_sim` are decode(encode(x)).
+Everything is integer and power-of-two arithmetic on float32: no float8 casts, no logarithms, no divisions. So the bits are the same
+eagerly, under jit, on a CPU and on a GPU, and exponents are exact at powers of two. Encoders return what a cache stores; `*_sim` are
+decode(encode(x)).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def fp4_sim(x: Array) -> Array:
 def hadamard(x: Array) -> Array:
     """Multiply f32 [..., 128] by the natural-order Hadamard matrix over sqrt(128).
 
-    Butterflies from the nearest pairs to the farthest: this order of additions is part of the result, a matrix product would give other bits.
+    Butterflies from the nearest pairs to the farthest: this order of additions is part of the result, a matrix product gives other bits.
     """
     y, span = x.astype(jnp.float32), 1
     while span < HADAMARD_WIDTH:
@@ -100,7 +101,7 @@ def hadamard(x: Array) -> Array:
 def f16_round(x: Array) -> Array:
     """Round f32 of any shape to half precision and back, beyond 65504 to infinity.
 
-    Not a pair of casts: XLA may drop those (it is allowed excess precision), and its reduce-precision would flush half-precision subnormals.
+    Not a pair of casts: XLA may drop those (it is allowed excess precision), and its reduce-precision would flush subnormals.
     """
     step = _step_exponent(x, _F16)
     # Where step is far below or above 1 its inverse would leave the normal range; half precision is long zero or infinite there.

@@ -26,7 +26,7 @@ class QTensor:
     """
 
     kind: str
-    fields: dict[str, Array] = field(repr=False)
+    fields: dict[str, Any] = field(repr=False)  # arrays, or their shapes before there are any
 
     @property
     def shape(self) -> tuple[int, ...]:
