@@ -73,5 +73,3 @@ _DECODERS: dict[str, Callable[[dict[str, Array]], Array]] = {
     "IQ2_XXS": iq2_xxs,
     "MXFP4": _mxfp4,
 }
-
-KINDS = tuple(_DECODERS)  # GGUF types that a packed weight may have
