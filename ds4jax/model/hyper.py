@@ -1,0 +1,96 @@
+"""Hyper-connections: H residual streams, mixed before and after every block by weights that depend on them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ds4jax.config import ModelConfig
+from ds4jax.model.norm import rms_norm
+from ds4jax.model.quant import matmul
+from ds4jax.model.weights import Take
+
+
+class HyperConnection(nnx.Module):
+    """The mixing around one block (attention or feed-forward).
+
+    fn [2H + H*H, H*D], scale [3], base [2H + H*H]: rows are `pre` (H), `post` (H), then the H x H combination.
+    """
+
+    def __init__(self, config: ModelConfig, take: Take, prefix: str) -> None:
+        self.config = config
+        h = config.n_hc
+        n_mix = 2 * h + h * h
+        self.fn = nnx.Param(take.matrix(f"{prefix}_fn.weight", n_mix, h * config.n_embd))
+        self.scale = nnx.Param(take.vector(f"{prefix}_scale.weight", 3))
+        self.base = nnx.Param(take.vector(f"{prefix}_base.weight", n_mix))
+
+    def pre(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Collapse the streams to the block's input.
+
+        Args:
+            x: [M, H, D] f32 streams.
+
+        Returns:
+            input [M, D], post [M, H] and comb [M, H, H] (first index: from stream), all f32.
+        """
+        h, eps = self.config.n_hc, self.config.hc_eps
+        mix = matmul(rms_norm(x.reshape(x.shape[0], -1), self.config.rms_eps), self.fn.get_value())  # [M, 2H + H*H]
+        scale, base = self.scale.get_value(), self.base.get_value()[None, :]
+        pre = jax.nn.sigmoid(mix[:, :h] * scale[0] + base[:, :h]) + eps
+        post = 2 * jax.nn.sigmoid(mix[:, h : 2 * h] * scale[1] + base[:, h : 2 * h])
+        comb = sinkhorn((mix[:, 2 * h :] * scale[2] + base[:, 2 * h :]).reshape(-1, h, h), self.config.hc_sinkhorn_iters, eps)
+        # The un-normalised streams are collapsed; an elementwise sum of H terms keeps rows independent of the batch.
+        return jnp.sum(pre[:, :, None] * x, axis=1), post, comb
+
+    @staticmethod
+    def post(out: jax.Array, x: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
+        """Spread a block's output over the streams and mix the old streams: post ⊗ out + comb^T x.
+
+        Args:
+            out: [M, D]; x: [M, H, D] as it was before `pre`; post: [M, H]; comb: [M, H, H].
+
+        Returns:
+            [M, H, D] f32.
+        """
+        mixed = jnp.sum(comb[:, :, :, None] * x[:, :, None, :], axis=1)
+        return post[:, :, None] * out[:, None, :] + mixed
+
+
+def sinkhorn(z: jax.Array, n_iter: int, eps: float) -> jax.Array:
+    """Make a nearly doubly stochastic matrix: softmax over columns' index, then alternate normalisations.
+
+    The first iteration is softmax + column step; the others are row step + column step. Every denominator carries eps.
+
+    Args:
+        z: [M, H, H] f32.
+
+    Returns:
+        [M, H, H] f32.
+    """
+    comb = jax.nn.softmax(z, axis=2) + eps
+    comb = comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)
+
+    def both(_: int, c: jax.Array) -> jax.Array:
+        c = c / (jnp.sum(c, axis=2, keepdims=True) + eps)
+        return c / (jnp.sum(c, axis=1, keepdims=True) + eps)
+
+    # A loop, not 19 copies: unrolled, it is a quarter of the program and doubles its compile time.
+    return jax.lax.fori_loop(0, n_iter - 1, both, comb)
+
+
+class HyperHead(nnx.Module):
+    """Collapse of the streams before the output projection: like `pre`, without Sinkhorn and with one scale."""
+
+    def __init__(self, config: ModelConfig, take: Take) -> None:
+        self.config = config
+        self.fn = nnx.Param(take.matrix("output_hc_fn.weight", config.n_hc, config.n_hc * config.n_embd))
+        self.scale = nnx.Param(take.vector("output_hc_scale.weight", 1))
+        self.base = nnx.Param(take.vector("output_hc_base.weight", config.n_hc))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[M, H, D] f32 streams -> [M, D] f32."""
+        mix = matmul(rms_norm(x.reshape(x.shape[0], -1), self.config.rms_eps), self.fn.get_value())
+        pre = jax.nn.sigmoid(mix * self.scale.get_value()[0] + self.base.get_value()[None, :]) + self.config.hc_eps
+        return jnp.sum(pre[:, :, None] * x, axis=1)

@@ -1,0 +1,79 @@
+"""Mixture of experts: a router (by score or by token id), routed experts, and one shared expert."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ds4jax.config import ModelConfig
+from ds4jax.model.quant import expert_matmul, matmul, route
+from ds4jax.model.weights import Take
+
+class Experts(nnx.Param):
+    """Weights of all routed experts, [n, E, ...] in a stack of n layers. They stay whole where other leaves are cut to a
+    layer: their product picks layer and expert together, so nobody copies the experts of a layer to use a few."""
+
+
+MIN_WEIGHT_SUM = 2.0**-14  # floor of the routing weights' sum, as ds4 has it
+
+
+class MoE(nnx.Module):
+    """One layer's feed-forward block.
+
+    hashed: the layer takes its experts from a table by token id; its router still gives the weights.
+    """
+
+    def __init__(self, config: ModelConfig, take: Take, prefix: str, *, hashed: bool, clamp: float, clamp_shared: float) -> None:
+        self.config, self.clamp, self.clamp_shared = config, clamp, clamp_shared
+        d, e, f, x = config.n_embd, config.n_expert, config.n_ff, config.n_expert_used
+        self.gate_inp = nnx.Param(take.matrix(f"{prefix}ffn_gate_inp.weight", e, d))
+        self.tid2eid = nnx.Param(take.table(f"{prefix}ffn_gate_tid2eid.weight", config.n_vocab, x)) if hashed else None
+        self.exp_probs_b = None if hashed else nnx.Param(take.vector(f"{prefix}exp_probs_b.bias", e))
+        self.gate_exps = Experts(take.experts(f"{prefix}ffn_gate_exps.weight", e, f, d))
+        self.up_exps = Experts(take.experts(f"{prefix}ffn_up_exps.weight", e, f, d))
+        self.down_exps = Experts(take.experts(f"{prefix}ffn_down_exps.weight", e, d, f))
+        self.gate_shexp = nnx.Param(take.matrix(f"{prefix}ffn_gate_shexp.weight", f, d))
+        self.up_shexp = nnx.Param(take.matrix(f"{prefix}ffn_up_shexp.weight", f, d))
+        self.down_shexp = nnx.Param(take.matrix(f"{prefix}ffn_down_shexp.weight", d, f))
+
+    def choose(self, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Choose experts for x [M, D] f32 of input tokens [M] int32: ids [M, X] int32 and weights [M, X] f32."""
+        score = jnp.sqrt(jax.nn.softplus(matmul(x, self.gate_inp.get_value())))  # [M, E]
+        if self.tid2eid is not None:
+            expert = self.tid2eid.get_value()[token]
+        else:
+            bias = self.exp_probs_b.get_value()[None, :]  # type: ignore[union-attr]
+            expert = jax.lax.top_k(score + bias, self.config.n_expert_used)[1]  # equal scores: the lower id
+        weight = jnp.take_along_axis(score, expert, axis=1)
+        total = jnp.maximum(jnp.sum(weight, axis=1, keepdims=True), MIN_WEIGHT_SUM)
+        return expert, weight / total * self.config.expert_scale
+
+    def __call__(self, x: jax.Array, token: jax.Array, layer: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Apply the block.
+
+        Args:
+            x: [M, D] f32, normalised. token: int32 [M], the input ids (hash layers route by them).
+            layer: index of this layer in its stack of expert weights.
+
+        Returns:
+            [M, D] f32.
+        """
+        m, d = x.shape
+        expert, weight = self.choose(x, token)
+        n_used = expert.shape[1]
+        plan = route(expert.reshape(-1), self.config.n_expert)
+        pairs = jnp.repeat(x.astype(dtype), n_used, axis=0)  # [M*X, D]
+        gate, up = (expert_matmul(pairs, w.get_value(), plan, layer=layer, out_dtype=jnp.float32) for w in (self.gate_exps, self.up_exps))
+        hidden = swiglu(gate, up, self.clamp) * weight.reshape(-1, 1)
+        routed = expert_matmul(hidden.astype(dtype), self.down_exps.get_value(), plan, layer=layer, out_dtype=jnp.float32)
+
+        shared = x.astype(dtype)
+        gate, up = (matmul(shared, w.get_value(), out_dtype=jnp.float32) for w in (self.gate_shexp, self.up_shexp))
+        shared = matmul(swiglu(gate, up, self.clamp_shared).astype(dtype), self.down_shexp.get_value(), out_dtype=jnp.float32)
+        return jnp.sum(routed.reshape(m, n_used, d), axis=1) + shared
+
+
+def swiglu(gate: jax.Array, up: jax.Array, clamp: float) -> jax.Array:
+    """silu(min(gate, clamp)) * clip(up, -clamp, clamp), elementwise f32; the gate is clamped above only."""
+    return jax.nn.silu(jnp.minimum(gate, clamp)) * jnp.clip(up, -clamp, clamp)

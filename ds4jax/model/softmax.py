@@ -1,0 +1,44 @@
+"""Softmax over rows that arrive in tiles: a running maximum, denominator and weighted sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RunningSoftmax:
+    """State of an attention in progress for queries [B, T, N].
+
+    peak: largest logit so far; total: sum of exp(logit - peak); value: the same sum weighting the rows, [..., K]. All f32.
+    A tile without visible rows changes no bit of it, so a query's result does not depend on how far others look.
+    """
+
+    peak: jax.Array  # [B, T, N]
+    total: jax.Array  # [B, T, N]
+    value: jax.Array  # [B, T, N, K]
+
+    @classmethod
+    def start(cls, sinks: jax.Array, q: jax.Array) -> RunningSoftmax:
+        """Begin with the sink: a logit [N] that takes weight and adds nothing. q: [B, T, N, K]."""
+        peak = jnp.broadcast_to(sinks[None, None, :], q.shape[:-1])
+        return cls(peak, jnp.ones(q.shape[:-1], jnp.float32), jnp.zeros(q.shape, jnp.float32))
+
+    def absorb(self, q: jax.Array, rows: jax.Array, seen: jax.Array) -> RunningSoftmax:
+        """Attend to rows [B, n, K] (keys and values alike) with queries [B, T, N, K] where seen [B, T, n]."""
+        exact = jax.lax.Precision.HIGHEST
+        logit = jnp.einsum("btnk,brk->btnr", q, rows, precision=exact) * (1.0 / q.shape[-1] ** 0.5)
+        logit = jnp.where(seen[:, :, None, :], logit, -jnp.inf)
+        peak = jnp.maximum(self.peak, jnp.max(logit, axis=-1))
+        weight = jnp.exp(logit - peak[..., None])
+        decay = jnp.exp(self.peak - peak)
+        total = self.total * decay + jnp.sum(weight, axis=-1)
+        value = self.value * decay[..., None] + jnp.einsum("btnr,brk->btnk", weight, rows, precision=exact)
+        return RunningSoftmax(peak, total, value)
+
+    def result(self) -> jax.Array:
+        """Return the attention output [B, T, N, K]."""
+        return self.value / self.total[..., None]

@@ -1,0 +1,108 @@
+"""Where a model's leaves come from: the one description that abstract models, loaders and writers share.
+
+A module asks a `Take` for each of its weights by GGUF name and logical shape while it is built. Building with an
+abstract take gives shapes before arrays; building with a loading take gives the same tree filled from a file. So the
+names stand in one place, beside the mathematics that uses them, and both directions of the binding can be checked:
+a tensor that nobody took, and a name that was asked for and is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ds4jax.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """Layers first .. first + period * repeats - 1: a pattern of `period` layers, repeated."""
+
+    first: int
+    period: int
+    repeats: int
+
+    def layers(self, offset: int) -> range:
+        """Layer numbers of the pattern's member `offset`, one a repeat."""
+        return range(self.first + offset, self.first + self.period * self.repeats, self.period)
+
+
+class Source(Protocol):
+    """Fills one leaf from the tensors of one or more layers."""
+
+    def matrix(self, names: Sequence[str], shape: tuple[int, ...], *, stacked: bool) -> Any:
+        """Return a QTensor of `shape` ([n_out, n_in], or [E, n_out, n_in]), with a leading axis len(names) if stacked."""
+        ...
+
+    def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
+        """Return an array of `shape` in `dtype` ("float32" or "int32"), with a leading axis len(names) if stacked."""
+        ...
+
+
+class Take:
+    """What a module asks for its weights. Names are GGUF's, without `blk.N.` inside a layer."""
+
+    def __init__(self, source: Source, plans: Sequence[StackPlan], layers: range | None = None) -> None:
+        self.source, self.plans, self._layers = source, tuple(plans), layers
+
+    def stacked(self, plan: StackPlan, offset: int) -> LayerTake:
+        """Return the take of one member of a stack's pattern."""
+        return Take(self.source, (), plan.layers(offset))
+
+    def matrix(self, name: str, n_out: int, n_in: int) -> Any:
+        """Return a packed matrix [n_out, n_in], in whatever format the file holds."""
+        return self.source.matrix(self._names(name), (n_out, n_in), stacked=self._layers is not None)
+
+    def experts(self, name: str, n_expert: int, n_out: int, n_in: int) -> Any:
+        """Return packed matrices [n_expert, n_out, n_in] of routed experts."""
+        return self.source.matrix(self._names(name), (n_expert, n_out, n_in), stacked=self._layers is not None)
+
+    def vector(self, name: str, *shape: int) -> Any:
+        """Return a small float32 array (norms, sinks, scales, biases)."""
+        return self.source.array(self._names(name), shape, "float32", stacked=self._layers is not None)
+
+    def table(self, name: str, *shape: int) -> Any:
+        """Return an int32 array."""
+        return self.source.array(self._names(name), shape, "int32", stacked=self._layers is not None)
+
+    def _names(self, name: str) -> list[str]:
+        return [name] if self._layers is None else [f"blk.{layer}.{name}" for layer in self._layers]
+
+
+LayerTake = Take
+
+
+def plan_stacks(config: ModelConfig, kinds: Mapping[str, str]) -> tuple[StackPlan, ...]:
+    """Cut the layers into stacks of repeating patterns.
+
+    Layers are alike when they have the same ratio, router, clamps and tensor types. At each layer the pattern (of one or
+    two layers) that covers most is taken.
+
+    Args:
+        kinds: type of every tensor of the file by name.
+    """
+    by_layer: list[dict[str, str]] = [{} for _ in range(config.n_layer)]
+    for name, kind in kinds.items():
+        head, _, rest = name.partition(".")
+        number, _, suffix = rest.partition(".")
+        # A hash layer may carry a bias that nobody reads: it does not make the layer different.
+        if head == "blk" and number.isdigit() and int(number) < config.n_layer and suffix != "exp_probs_b.bias":
+            by_layer[int(number)][suffix] = kind
+    signature = [
+        (config.compress_ratios[n], n < config.n_hash_layer, config.swiglu_clamp[n], config.swiglu_clamp_shared[n], sorted(by_layer[n].items()))
+        for n in range(config.n_layer)
+    ]
+    plans: list[StackPlan] = []
+    first = 0
+    while first < config.n_layer:
+        best = StackPlan(first, 1, 1)
+        for period in (1, 2):
+            repeats = 1
+            while signature[first : first + period] == signature[first + period * repeats : first + period * (repeats + 1)]:
+                repeats += 1
+            if repeats > 1 and period * repeats > best.period * best.repeats:
+                best = StackPlan(first, period, repeats)
+        plans.append(best)
+        first += best.period * best.repeats
+    return tuple(plans)

@@ -1,0 +1,69 @@
+"""Rows -> padded arrays. One constructor for real steps and for warm-up, so that the two cannot drift apart.
+
+Everything a step takes from the host travels in one int32 array (floats and unsigned words by their bits): one upload
+a step, whatever a request asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ds4jax.model.sampling import RowSampling
+from ds4jax.model.steps import DecodeBatch, PrefillBatch
+from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.device import Row
+
+N_CONTROL = 9  # rows of the control array: slot, n, three sampling words, three sampling numbers, token
+
+
+def decode_control(rows: Sequence[Row], bucket: int, n_slot: int) -> np.ndarray:
+    """Pack a decode step: int32 [N_CONTROL, bucket]. Padding rows have slot n_slot, one past the last."""
+    control = _blank(bucket, n_slot)
+    for i, row in enumerate(rows):
+        _fill(control, i, row.slot, 1, row.sampling)
+        control[8, i] = -1 if row.token is None else row.token
+    return control
+
+
+def prefill_control(slot: int, tokens: Sequence[int], sampling: SamplingParams, bucket: int, n_slot: int) -> np.ndarray:
+    """Pack a prefill chunk of one row: int32 [N_CONTROL + bucket], the tokens last."""
+    head = _blank(1, n_slot)
+    _fill(head, 0, slot, len(tokens), sampling)
+    control = np.zeros(N_CONTROL + bucket, np.int32)
+    control[:N_CONTROL] = head[:, 0]
+    control[N_CONTROL : N_CONTROL + len(tokens)] = tokens
+    return control
+
+
+def _blank(bucket: int, n_slot: int) -> np.ndarray:
+    control = np.zeros((N_CONTROL, bucket), np.int32)
+    control[0] = n_slot
+    return control
+
+
+def _fill(control: np.ndarray, i: int, slot: int, n: int, sampling: SamplingParams) -> None:
+    seed = sampling.seed or 0
+    control[0, i], control[1, i] = slot, n
+    control[2:5, i] = np.array([max(sampling.top_k, 0), seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
+    top_p = sampling.top_p if 0.0 < sampling.top_p <= 1.0 else 1.0
+    control[5:8, i] = np.array([sampling.temperature, top_p, max(sampling.min_p, 0.0)], np.float32).view(np.int32)
+
+
+def unpack_decode(control: jax.Array) -> tuple[DecodeBatch, RowSampling]:
+    """Take a decode control apart, inside a program."""
+    return DecodeBatch(control[8], control[0]), _sampling(control)
+
+
+def unpack_prefill(control: jax.Array) -> tuple[PrefillBatch, RowSampling]:
+    """Take a prefill control apart, inside a program."""
+    head = control[:N_CONTROL, None]
+    return PrefillBatch(control[None, N_CONTROL:], head[0], head[1]), _sampling(head)
+
+
+def _sampling(control: jax.Array) -> RowSampling:
+    code = jax.lax.bitcast_convert_type(control[2:5], jnp.uint32)
+    return RowSampling(jax.lax.bitcast_convert_type(control[5:8], jnp.float32), code)

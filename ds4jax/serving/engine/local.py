@@ -1,0 +1,96 @@
+"""The public engine: a loaded model, slots on this machine's device, and the thread that serves them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ds4jax.config import EngineConfig
+from ds4jax.model.model import Model
+from ds4jax.model.spec import ModelSpec
+from ds4jax.serving.engine import loop
+from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.buckets import chunk_buckets, row_buckets
+from ds4jax.serving.engine.memory import MemoryPlan, plan_memory, require_fit
+from ds4jax.serving.engine.programs import Program, ProgramStore, Shapes
+from ds4jax.serving.engine.runner import Runner
+from ds4jax.text.stream import Utf8Decoder
+
+
+def engine_shapes(spec: ModelSpec, config: EngineConfig) -> Shapes:
+    """List what an engine of this configuration compiles."""
+    return Shapes(
+        spec, config.slots, config.ctx, row_buckets(config.slots), chunk_buckets(config.ctx, config.prefill_quantum, config.mixed_prefill_quantum)
+    )
+
+
+def program_directory() -> Path:
+    """Where compiled programs are kept: DS4JAX_CACHE_DIR, or the user's cache folder."""
+    root = os.environ.get("DS4JAX_CACHE_DIR")
+    if root is None:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ds4jax")
+    return Path(root) / "programs"
+
+
+class Engine(loop.Engine):
+    """Many sessions over one model, decoded together.
+
+    Args:
+        model: from `ds4jax.load_model`.
+        slots: resident sessions.
+        ctx: tokens a slot holds.
+        coalesce_us: longest wait from the first pending row to a launch.
+        config: all of the above and the rest at once, instead of them.
+        on_plan, on_program: called with the memory plan, and with each program as it is compiled or found on disk.
+
+    Raises:
+        MemoryPlanError: the device cannot hold it; the message says what would fit.
+
+    Use it as a context manager, or call `close()`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        slots: int = 4,
+        ctx: int = 4096,
+        coalesce_us: int = 2000,
+        *,
+        config: EngineConfig | None = None,
+        on_plan: Callable[[MemoryPlan], None] | None = None,
+        on_program: Callable[[Program], None] | None = None,
+    ) -> None:
+        config = config or EngineConfig(slots=slots, ctx=ctx, coalesce_us=coalesce_us)
+        shapes = engine_shapes(model.spec, config)
+        plan = plan_memory(model.spec, shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1])
+        if on_plan:
+            on_plan(plan)
+        require_fit(plan, model.spec)
+        self.model = model
+        self.runner = Runner(model, shapes, ProgramStore(program_directory()), on_program)
+        super().__init__(self.runner, config)
+
+    def generate(
+        self,
+        text: str,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.05,
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """Continue a text; yields pieces of whole characters as they come, and ends at the end-of-sentence token.
+
+        The text is fed as it is, after a beginning-of-sentence token and without a chat template.
+        """
+        tokenizer = self.model.tokenizer
+        prompt = [tokenizer.bos_id, *tokenizer.encode(text)]
+        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
+        decoder = Utf8Decoder()
+        for token in self.generate_tokens(prompt, max_tokens, sampling, frozenset({tokenizer.eos_id})):
+            if piece := decoder.feed(tokenizer.token_bytes(token)):
+                yield piece
+        if piece := decoder.flush():
+            yield piece

@@ -1,0 +1,113 @@
+"""Plan device memory before anything is allocated: weights, cache a slot and in all, scratch; and what would fit instead."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+from ds4jax.errors import MemoryPlanError
+from ds4jax.model.cache import init_cache
+from ds4jax.model.spec import ModelSpec, abstract_model
+
+HEADROOM = 0.04  # of the device, left to the allocator and the runtime
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that an engine will hold. available_bytes: what the device has for us, or None where it does not tell."""
+
+    n_slot: int
+    n_ctx: int
+    weight_bytes: int
+    slot_bytes: int
+    scratch_bytes: int
+    available_bytes: int | None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all slots."""
+        return self.n_slot * self.slot_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of everything."""
+        return self.weight_bytes + self.cache_bytes + self.scratch_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds it."""
+        return self.available_bytes is None or self.total_bytes <= self.available_bytes * (1 - HEADROOM)
+
+    @property
+    def most_slots(self) -> int:
+        """Slots of this context that would fit."""
+        if self.available_bytes is None:
+            return self.n_slot
+        return max(0, int((self.available_bytes * (1 - HEADROOM) - self.weight_bytes - self.scratch_bytes) // self.slot_bytes))
+
+
+def plan_memory(spec: ModelSpec, n_slot: int, n_ctx: int, prefill_tokens: int = 2048, available_bytes: int | None = None) -> MemoryPlan:
+    """Plan from shapes alone.
+
+    Args:
+        prefill_tokens: the longest prefill chunk, which decides the scratch.
+        available_bytes: of the device; None asks it (free memory plus what this process does not hold yet).
+    """
+    weights = _nbytes(abstract_model(spec).leaves)
+    slot = slot_nbytes(spec, n_ctx)
+    available = available_bytes if available_bytes is not None else device_bytes()
+    return MemoryPlan(n_slot, n_ctx, weights, slot, _scratch_nbytes(spec, max(min(prefill_tokens, n_ctx), n_slot)), available)
+
+
+def require_fit(plan: MemoryPlan, spec: ModelSpec) -> None:
+    """Raise MemoryPlanError that says how many slots, or how much context, would fit."""
+    if plan.fits or plan.available_bytes is None:
+        return
+    gib = 1 << 30
+    advice = "not even one slot fits; use a smaller model or device with more memory"
+    if plan.most_slots:
+        advice = f"--batched-session {plan.most_slots} would fit at this context"
+    n_ctx = plan.n_ctx
+    while n_ctx > 256 and plan.weight_bytes + plan.scratch_bytes + plan.n_slot * slot_nbytes(spec, n_ctx) > plan.available_bytes * (1 - HEADROOM):
+        n_ctx //= 2
+    if n_ctx < plan.n_ctx and n_ctx > 256:
+        advice += f", or --ctx {n_ctx} with these slots"
+    raise MemoryPlanError(
+        f"{plan.n_slot} slots of {plan.n_ctx} tokens need {plan.total_bytes / gib:.2f} GiB (weights {plan.weight_bytes / gib:.2f}, cache "
+        f"{plan.cache_bytes / gib:.2f}, scratch {plan.scratch_bytes / gib:.2f}), the device has {plan.available_bytes / gib:.2f} GiB: {advice}."
+    )
+
+
+def slot_nbytes(spec: ModelSpec, n_ctx: int) -> int:
+    """Bytes of one slot."""
+    one = jax.eval_shape(partial(init_cache, spec.config, 1, n_ctx, spec.kv_quant, spec.dtype))
+    return _nbytes(jax.tree.leaves(one))
+
+
+def device_bytes() -> int | None:
+    """Memory that the default device can give: its allocator's limit, or on a CPU the machine's available memory."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _nbytes(leaves: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _scratch_nbytes(spec: ModelSpec, n_token: int) -> int:
+    """Estimate the temporaries of the widest step: streams, queries and expert activations of its tokens, and decoded weights of a layer's largest matrix."""
+    c = spec.config
+    a_token = 3 * c.n_hc * c.n_embd + 3 * c.n_head * c.head_dim + 4 * c.n_expert_used * (c.n_ff + c.n_embd)
+    widest = max(c.n_head * c.head_dim * c.q_lora_rank, c.n_out_group * c.o_lora_rank * c.n_embd, c.n_vocab * c.n_embd)
+    return 4 * n_token * a_token + widest * spec.compute.itemsize + 4 * c.n_vocab * 64

@@ -1,0 +1,217 @@
+"""The compiled programs of one engine: a decode step a row bucket, a prefill chunk a length bucket, and clearing a slot.
+
+They are compiled ahead of time from shapes alone and kept on disk as executables, so a second start compiles nothing
+and traces nothing. The name of a stored program is a hash of everything that decides it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax.experimental import serialize_executable
+
+from ds4jax.model.cache import KVCache, clear_slot, init_cache
+from ds4jax.model.sampling import sample
+from ds4jax.model.spec import FlatModel, ModelSpec, abstract_model
+from ds4jax.model.steps import decode_step, prefill_chunk
+from ds4jax.serving.engine import batch
+
+Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens) or ("clear", 0)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What an engine compiles for: a model, its slots, and the buckets."""
+
+    spec: ModelSpec
+    n_slot: int
+    n_ctx: int
+    decode_buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """All programs, the ones needed first first."""
+        rows = [("decode", n) for n in self.decode_buckets]
+        chunks = [("prefill", n) for n in self.prefill_buckets]
+        return (("clear", 0), *chunks, *rows)
+
+    def abstract_cache(self) -> KVCache:
+        """Return the cache as shapes."""
+        return jax.eval_shape(partial(init_cache, self.spec.config, self.n_slot, self.n_ctx, self.spec.kv_quant, self.spec.dtype))
+
+
+@dataclass(frozen=True)
+class Program:
+    """One executable. seconds: spent compiling or loading it; from_disk: it was found, not compiled; size_bytes: of the stored file."""
+
+    key: Key
+    executable: Any
+    seconds: float
+    from_disk: bool
+    size_bytes: int
+    scratch_bytes: int
+
+    @property
+    def name(self) -> str:
+        """For logs and errors: decode[4]."""
+        return f"{self.key[0]}[{self.key[1]}]" if self.key[1] else self.key[0]
+
+
+# ---------------------------------------------------------------- what is compiled
+def _decode(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Sequence[Any], cache_leaves: Sequence[Any], control: jax.Array) -> Any:
+    rows, sampling = batch.unpack_decode(control)
+    cache = jax.tree.unflatten(tree, cache_leaves)
+    logits, cache = decode_step(flat.merge(leaves), cache, rows, spec.compute)
+    return _sampled(logits, cache, rows.slot, sampling)
+
+
+def _prefill(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Sequence[Any], cache_leaves: Sequence[Any], control: jax.Array) -> Any:
+    rows, sampling = batch.unpack_prefill(control)
+    cache = jax.tree.unflatten(tree, cache_leaves)
+    logits, cache = prefill_chunk(flat.merge(leaves), cache, rows, spec.compute)
+    return _sampled(logits, cache, rows.slot, sampling)
+
+
+def _sampled(logits: jax.Array, cache: KVCache, slot: jax.Array, sampling: Any) -> Any:
+    """Draw the next tokens and leave them in the cache, where the next step finds them without the host."""
+    token = sample(logits, sampling, cache.position.at[slot].get(mode="clip"))
+    leaves = jax.tree.leaves(KVCache(**{**_fields(cache), "next_token": cache.next_token.at[slot].set(token, mode="drop")}))
+    return token, logits, tuple(leaves)
+
+
+def _fields(cache: KVCache) -> dict[str, Any]:
+    return {name: getattr(cache, name) for name in cache.__dataclass_fields__}
+
+
+def _clear(tree: Any, cache_leaves: Sequence[Any], slot: jax.Array) -> Any:
+    return tuple(jax.tree.leaves(clear_slot(jax.tree.unflatten(tree, cache_leaves), slot)))
+
+
+def lower(shapes: Shapes, key: Key) -> Any:
+    """Trace and lower one program from shapes alone. All arguments and results are flat tuples, so stored programs hold no types of ours."""
+    cache_leaves, tree = jax.tree.flatten(shapes.abstract_cache())
+    kind, n = key
+    if kind == "clear":
+        return jax.jit(partial(_clear, tree), donate_argnums=0).lower(tuple(cache_leaves), jax.ShapeDtypeStruct((), jnp.int32))
+    flat = abstract_model(shapes.spec)
+    function: Callable[..., Any] = _decode if kind == "decode" else _prefill
+    control = (batch.N_CONTROL, n) if kind == "decode" else (batch.N_CONTROL + n,)
+    jitted = jax.jit(partial(function, flat, shapes.spec, tree), donate_argnums=1)
+    return jitted.lower(tuple(flat.leaves), tuple(cache_leaves), jax.ShapeDtypeStruct(control, jnp.int32))
+
+
+# ---------------------------------------------------------------- compiling and the store on disk
+class ProgramStore:
+    """Programs on disk, one file each. A file that cannot be used is compiled again and replaced, never an error."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+        if directory is not None:
+            # Executables are code: nobody else may write where they are read.
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def path(self, shapes: Shapes, key: Key) -> Path | None:
+        """Where a program of these shapes is kept."""
+        return None if self.directory is None else self.directory / f"{key[0]}-{key[1]}-{fingerprint(shapes, key)}.xla"
+
+    def has(self, shapes: Shapes, key: Key) -> bool:
+        """Whether the program was compiled before."""
+        path = self.path(shapes, key)
+        return path is not None and path.is_file()
+
+    def get(self, shapes: Shapes, key: Key) -> Program:
+        """Load a program, or compile and keep it."""
+        path = self.path(shapes, key)
+        started = time.perf_counter()
+        if path is not None and path.is_file():
+            loaded = self._load(path)
+            if loaded is not None:
+                return Program(key, loaded, time.perf_counter() - started, True, path.stat().st_size, _scratch(loaded))
+        executable = lower(shapes, key).compile()
+        size = self._save(path, executable) if path is not None else 0
+        return Program(key, executable, time.perf_counter() - started, False, size, _scratch(executable))
+
+    @staticmethod
+    def _load(path: Path) -> Any | None:
+        try:
+            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+        except Exception:  # a damaged or foreign file: whatever it raises, compiling again is the answer
+            return None
+
+    @staticmethod
+    def _save(path: Path, executable: Any) -> int:
+        try:
+            data = pickle.dumps(serialize_executable.serialize(executable))
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except (OSError, ValueError, NotImplementedError):  # a full disk or a backend that cannot serialise: run without the store
+            return 0
+        return len(data)
+
+
+def compile_all(shapes: Shapes, store: ProgramStore, workers: int | None = None) -> Iterator[Program]:
+    """Get every program, several at a time; yields each as it is ready, in the order of `shapes.keys`."""
+    with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1), thread_name_prefix="compile") as pool:
+        yield from pool.map(partial(store.get, shapes), shapes.keys)
+
+
+def _scratch(executable: Any) -> int:
+    try:
+        return int(executable.memory_analysis().temp_size_in_bytes)
+    except Exception:  # not every backend tells
+        return 0
+
+
+def fingerprint(shapes: Shapes, key: Key) -> str:
+    """Hash everything that decides a program: model, engine, bucket, versions, device, compiler flags and our own source."""
+    device = jax.devices()[0]
+    what = {
+        "shapes": asdict(shapes),
+        "key": key,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "device": [device.platform, device.device_kind, device.client.platform_version],
+        "cpu": _cpu_features() if device.platform == "cpu" else "",
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "options": sorted((k, str(v)) for k, v in jax.config.values.items() if k.startswith(("jax_default", "jax_enable_x64"))),
+        "source": _source_hash(),
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+@cache
+def _cpu_features() -> str:
+    """Instruction sets of this processor: a stored CPU program may use all of them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return platform.processor() + platform.machine()
+
+
+@cache
+def _source_hash() -> str:
+    """Hash the code that programs are traced from."""
+    root = Path(__file__).resolve().parents[2]
+    files = [*sorted((root / "model").rglob("*.py")), Path(__file__), Path(batch.__file__)]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

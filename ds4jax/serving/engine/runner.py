@@ -1,0 +1,174 @@
+"""The one owner of device state: weights, cache and programs, behind the `Device` protocol.
+
+Every launch consumes (donates) the cache and returns the next one; the arrays inside are never visible outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ds4jax.errors import StaleCacheError
+from ds4jax.model.cache import init_cache
+from ds4jax.model.model import Model
+from ds4jax.model.sampling import UNUSABLE
+from ds4jax.serving.engine import batch
+from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.buckets import nearest
+from ds4jax.serving.engine.device import DeviceStepError, Row
+from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all
+
+
+class DeviceCache:
+    """The cache's leaves, usable once: whoever takes them for a step names it, and a second taker is told by whom."""
+
+    def __init__(self, leaves: tuple[jax.Array, ...]) -> None:
+        self._leaves: tuple[jax.Array, ...] | None = leaves
+        self._consumer = ""
+
+    def take(self, step: str) -> tuple[jax.Array, ...]:
+        """Hand the leaves to a step. Raises StaleCacheError when another step has them."""
+        if self._leaves is None:
+            raise StaleCacheError(self._consumer)
+        leaves, self._leaves, self._consumer = self._leaves, None, step
+        return leaves
+
+
+class Step:
+    """Result of one launch (`device.StepHandle`)."""
+
+    def __init__(self, runner: Runner, tokens: jax.Array, logits: jax.Array, n_row: int) -> None:
+        self._runner, self._tokens, self._logits, self._n_row = runner, tokens, logits, n_row
+
+    def tokens(self) -> list[int]:
+        """Wait for the sampled tokens; UNUSABLE (-1) where a row's logits were."""
+        return self._read(self._tokens).tolist()
+
+    def logits(self) -> np.ndarray:
+        """Wait for the logits: float32 [live rows, V]."""
+        return self._read(self._logits)
+
+    def _read(self, array: jax.Array) -> np.ndarray:
+        try:
+            return np.asarray(array)[: self._n_row]
+        except Exception as error:  # asynchronous failures of any kind surface here
+            raise self._runner.failed(error, cache_lost=True) from error
+
+
+class Runner:
+    """Slots and programs of one model on one device."""
+
+    def __init__(self, model: Model, shapes: Shapes, store: ProgramStore, on_program: Callable[[Program], None] | None = None) -> None:
+        self.model, self.shapes = model, shapes
+        self._store = store
+        self.programs: dict[Key, Program] = {}
+        for program in compile_all(shapes, store):
+            self.programs[program.key] = program
+            if on_program:
+                on_program(program)
+        self.compile_misses = 0
+        self._cache = self._new_cache()
+        self._warm_up()
+
+    # ------------------------------------------------------------------ shape
+    @property
+    def n_slots(self) -> int:
+        """Slots allocated."""
+        return self.shapes.n_slot
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens a slot holds."""
+        return self.shapes.n_ctx
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Row counts of the decode programs."""
+        return self.shapes.decode_buckets
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        """Chunk lengths of the prefill programs."""
+        return self.shapes.prefill_buckets
+
+    # ------------------------------------------------------------------ steps
+    def decode(self, rows: Sequence[Row]) -> Step:
+        """Enqueue one decode step; see `Device.decode`."""
+        bucket = nearest(self.decode_buckets, len(rows))
+        return self._launch(("decode", bucket), batch.decode_control(rows, bucket, self.n_slots), len(rows))
+
+    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> Step:
+        """Enqueue one prefill chunk; see `Device.prefill`."""
+        bucket = nearest(self.prefill_buckets, len(tokens))
+        return self._launch(("prefill", bucket), batch.prefill_control(slot, tokens, sampling, bucket, self.n_slots), 1)
+
+    def clear(self, slot: int) -> None:
+        """Enqueue the clearing of a slot."""
+        program = self._program(("clear", 0))
+        leaves = self._cache.take(program.name)
+        try:
+            self._cache = DeviceCache(program.executable(leaves, np.int32(slot)))
+        except Exception as error:
+            raise self._recover(error, leaves) from error
+
+    def _launch(self, key: Key, control: np.ndarray, n_row: int) -> Step:
+        program = self._program(key)
+        leaves = self._cache.take(program.name)
+        try:
+            tokens, logits, out = program.executable(self.model.flat.leaves, leaves, control)
+        except Exception as error:
+            raise self._recover(error, leaves) from error
+        self._cache = DeviceCache(out)
+        # Starts the copy now: by the time the tokens are asked for they are usually here.
+        tokens.copy_to_host_async()
+        return Step(self, tokens, logits, n_row)
+
+    def _program(self, key: Key) -> Program:
+        if key not in self.programs:
+            self.compile_misses += 1
+            self.programs[key] = self._store.get(self.shapes, key)
+        return self.programs[key]
+
+    # ------------------------------------------------------------------ failures
+    def _recover(self, error: Exception, leaves: tuple[jax.Array, ...]) -> DeviceStepError:
+        """After a failed launch: keep the cache if the device still has it."""
+        lost = any(leaf.is_deleted() for leaf in leaves)
+        if not lost:
+            self._cache = DeviceCache(leaves)
+        return self.failed(error, cache_lost=lost)
+
+    def failed(self, error: Exception, *, cache_lost: bool) -> DeviceStepError:
+        """Turn a device's exception into ours; with the cache lost, start with an empty one."""
+        if cache_lost:
+            self._cache = self._new_cache()
+        lines = str(error).strip().splitlines()
+        cause = lines[0] if lines else type(error).__name__
+        if "RESOURCE_EXHAUSTED" in cause or "out of memory" in cause.lower():
+            cause += f" (device memory is full at {self.n_slots} slots of {self.n_ctx} tokens; start with fewer slots or a smaller context)"
+        return DeviceStepError(cause, cache_lost=cache_lost)
+
+    def _new_cache(self) -> DeviceCache:
+        with contextlib.suppress(AttributeError):
+            del self._cache  # the old arrays go first: there may be no room for both
+        make = init_cache(self.model.config, self.n_slots, self.n_ctx, self.model.spec.kv_quant, self.model.spec.dtype)
+        return DeviceCache(tuple(jax.tree.leaves(make)))
+
+    def _warm_up(self) -> None:
+        """Run every program once with rows that touch no slot (they come from the same constructor as real ones)."""
+        outside = self.n_slots
+        sampling = SamplingParams(seed=0)
+        last: Any = None
+        for bucket in self.prefill_buckets:
+            last = self._launch(("prefill", bucket), batch.prefill_control(outside, [0], sampling, bucket, outside), 1)
+        for bucket in self.decode_buckets:
+            last = self._launch(("decode", bucket), batch.decode_control([Row(outside, 0, sampling)], bucket, outside), 1)
+        self.clear(0)
+        if last is not None:
+            last.tokens()
+
+
+__all__ = ["UNUSABLE", "DeviceCache", "Runner", "Step"]
