@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SMALLEST_CHUNK = 32
+_SMALLEST_CHUNK = 128
 _CHUNK_GROWTH = 4
 
 
@@ -22,7 +22,7 @@ def row_buckets(n_slots: int) -> tuple[int, ...]:
 def chunk_buckets(ctx: int, prefill_quantum: int, mixed_quantum: int) -> tuple[int, ...]:
     """List the prefill chunk lengths, in tokens, ascending.
 
-    Both quanta are always there, because most chunks are exactly that long; 32, 128, 512, … below them serve short
+    Both quanta are always there, because most chunks are exactly that long; 128, 512, … below them serve short
     prompts and the ends of long ones. Nothing is longer than ctx: a longer chunk could not be fed.
     """
     lengths = {prefill_quantum, mixed_quantum}
