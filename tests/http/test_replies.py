@@ -214,3 +214,17 @@ async def test_many_prompts_are_submitted_all_or_none(make_app: MakeApp, make_en
     status, reply = await post(make_app(engine), "/v1/completions", {"prompt": ["a", "b", "c", "d"]})
     assert (status, reply["error"]["code"]) == (429, "queue_full")
     assert engine.cancels == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", {"messages": HELLO, "thinking": False})],
+)
+async def test_ignore_eos_goes_on_to_the_limit(make_app: MakeApp, make_engine: MakeEngine, path: str, fields: dict[str, Any]) -> None:
+    engine = make_engine(script=lambda request: [*b"one", EOS_ID, *b"two"])
+    _, reply = await post(make_app(engine), path, {**fields, "ignore_eos": True, "max_tokens": 7})
+    choice = reply["choices"][0]
+    assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", 7)
+    text = choice.get("text") or choice["message"]["content"]
+    assert text.startswith("one") and text.endswith("two")
+    assert engine.requests[1].stop_token_ids == frozenset()

@@ -58,6 +58,8 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
     style = cast(chat.PromptStyle, config.prompt_style)
     segments = chat.render(messages, thinking=thinks, style=style)
     prompt = tuple(chat.to_ids(segments, tokenizer))
+    # Without thinking the think tags end a reply too: it must not contain them.
+    tags = () if thinks else (tokenizer.think_id, tokenizer.end_think_id)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     request = GenerateRequest(
         prompt=prompt,
@@ -65,7 +67,7 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
             limit_name, getattr(body, limit_name), n_prompt=len(prompt), n_ctx=n_ctx, default=config.default_max_tokens, param="messages"
         ),
         sampling=body.sampling(),
-        stop_token_ids=_stop_tokens(tokenizer, thinks),
+        stop_token_ids=body.stop_tokens(tokenizer.eos_id, *tags),
     )
     return Call(
         endpoint="chat",
@@ -149,9 +151,3 @@ def _text(index: int, content: str | list[str | ContentPart] | None) -> str:
                 f"{place}: a part of type {part.type!r} without text is not supported; this model reads text parts only", place
             )
     return "".join(texts)
-
-
-def _stop_tokens(tokenizer: Tokenizer, thinks: bool) -> frozenset[int]:
-    """End of sentence; without thinking also the think tags, which such a reply must not contain."""
-    tags = () if thinks else (tokenizer.think_id, tokenizer.end_think_id)
-    return frozenset({tokenizer.eos_id, *(tag for tag in tags if tag is not None)})

@@ -34,7 +34,7 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
                 "max_tokens", body.max_tokens, n_prompt=len(ids), n_ctx=n_ctx, default=config.default_max_tokens, param="prompt"
             ),
             sampling=sampling,
-            stop_token_ids=frozenset({tokenizer.eos_id}),
+            stop_token_ids=body.stop_tokens(tokenizer.eos_id),
         )
         for ids in _prompts(body.prompt, tokenizer)
     ]

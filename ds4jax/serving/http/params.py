@@ -40,6 +40,7 @@ class CommonBody(UnsupportedFields):
     min_p: Number | None = None
     seed: Number | None = None
     stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -51,6 +52,10 @@ class CommonBody(UnsupportedFields):
         """The stop strings; empty ones can end nothing and are dropped."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in given if stop]
+
+    def stop_tokens(self, *ids: int | None) -> frozenset[int]:
+        """Collect the token ids that end a completion: those the vocabulary has, or none at all with `ignore_eos`."""
+        return frozenset() if self.ignore_eos else frozenset(i for i in ids if i is not None)
 
     def sampling(self) -> SamplingParams:
         """Read the sampling fields. Raises RequestError naming one that is out of range."""

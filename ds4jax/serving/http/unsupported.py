@@ -39,7 +39,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "structured_outputs": (),
     "stop_token_ids": ([],),
-    "ignore_eos": (False,),
     "min_tokens": (0,),
 }
 
