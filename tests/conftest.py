@@ -1,20 +1,31 @@
 """Settings that every test runs under. They must be in place before jax is first imported."""
 
+from __future__ import annotations
+
 import os
-import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ds4jax import Engine
+
+ROOT = Path(__file__).parent.parent
+_KEEP_S = 7 * 24 * 3600
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Silent promotion hides wrong arithmetic (a float64 or bfloat16 that creeps in, a [B] that broadcasts as [T]).
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
-_compilation_cache = tempfile.TemporaryDirectory(prefix="ds4jax-test-jax-", ignore_cleanup_errors=True)
-# Tests of different files compile the same little programs; child processes inherit the directory too.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
+# Compiling is most of what the tests cost. What was compiled stays for the next run, in a folder that git ignores; names are
+# hashes of what decides a program, so nothing stale is found there. Child processes inherit the folders too.
+_compiled = ROOT / ".pytest_cache" / "ds4jax"
+os.environ.setdefault("DS4JAX_CACHE_DIR", str(_compiled))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compiled / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
@@ -24,7 +35,26 @@ def fixtures() -> Path:
     return Path(__file__).parent / "fixtures"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _remove_compilation_cache() -> Iterator[None]:
-    yield
-    _compilation_cache.cleanup()
+def pytest_sessionstart() -> None:
+    """Delete compiled programs that no run has used for a week."""
+    oldest = time.time() - _KEEP_S
+    for file in _compiled.rglob("*"):
+        if file.is_file() and max(file.stat().st_atime, file.stat().st_mtime) < oldest:
+            file.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Callable[[str], Engine]]:
+    """Give the engine over an oracle set (float32, kv_quant "none"); each is opened once in a run, for compiling is slow."""
+    from tests.model.oracle import open_engine
+
+    opened: dict[str, Engine] = {}
+
+    def engine_of(name: str) -> Engine:
+        if name not in opened:
+            opened[name] = open_engine(name)
+        return opened[name]
+
+    yield engine_of
+    for engine in opened.values():
+        engine.close()

@@ -41,8 +41,7 @@ class HyperConnection(nnx.Module):
         pre = jax.nn.sigmoid(mix[:, :h] * scale[0] + base[:, :h]) + eps
         post = 2 * jax.nn.sigmoid(mix[:, h : 2 * h] * scale[1] + base[:, h : 2 * h])
         comb = sinkhorn((mix[:, 2 * h :] * scale[2] + base[:, 2 * h :]).reshape(-1, h, h), self.config.hc_sinkhorn_iters, eps)
-        # The un-normalised streams are collapsed; an elementwise sum of H terms keeps rows independent of the batch.
-        return jnp.sum(pre[:, :, None] * x, axis=1), post, comb
+        return weighted_sum(pre, x), post, comb  # of the streams as they are, not the normalised ones
 
     @staticmethod
     def post(out: jax.Array, x: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
@@ -54,8 +53,17 @@ class HyperConnection(nnx.Module):
         Returns:
             [M, H, D] f32.
         """
-        mixed = jnp.sum(comb[:, :, :, None] * x[:, :, None, :], axis=1)
+        h = x.shape[1]
+        mixed = sum(comb[:, j, :, None] * x[:, j, None, :] for j in range(h))
         return post[:, :, None] * out[:, None, :] + mixed
+
+
+def weighted_sum(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """Sum streams x [M, H, D] with weights [M, H]: [M, D].
+
+    Written as H products and sums: elementwise code fuses and vectorises where a reduction over so short an axis does not.
+    """
+    return sum((weight[:, h, None] * x[:, h] for h in range(1, x.shape[1])), weight[:, 0, None] * x[:, 0])
 
 
 def sinkhorn(z: jax.Array, n_iter: int, eps: float) -> jax.Array:
@@ -93,4 +101,4 @@ class HyperHead(nnx.Module):
         """[M, H, D] f32 streams -> [M, D] f32."""
         mix = matmul(rms_norm(x.reshape(x.shape[0], -1), self.config.rms_eps), self.fn.get_value())
         pre = jax.nn.sigmoid(mix * self.scale.get_value()[0] + self.base.get_value()[None, :]) + self.config.hc_eps
-        return jnp.sum(pre[:, :, None] * x, axis=1)
+        return weighted_sum(pre, x)

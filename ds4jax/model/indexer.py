@@ -21,7 +21,7 @@ from ds4jax.model.rounding import fp4_sim, hadamard
 from ds4jax.model.weights import Take
 
 NO_ROW = jnp.iinfo(jnp.int32).max
-TILE = 512  # rows scored at a time: bounds scratch, and lets the cost follow the live rows
+TILE = 128  # rows scored at a time, at least: bounds scratch, and lets the cost follow the live rows
 
 
 class Indexer(nnx.Module):
@@ -73,7 +73,7 @@ class Indexer(nnx.Module):
         self, keys: Rows, layer: jax.Array, slot: jax.Array, query: jax.Array, weight: jax.Array, n_visible: jax.Array, k: int
     ) -> jax.Array:
         """Scan the live rows tile by tile, keeping the k best seen so far; ties go to the lower row."""
-        n_tile_rows = min(TILE, keys.n_row)
+        n_tile_rows = min(max(TILE, k), keys.n_row)
         n_tile = (jnp.max(n_visible) + n_tile_rows - 1) // n_tile_rows
 
         def tile(t: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,131 @@
+"""`ds4jax bench serve`: what clients see of a server."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import quantiles
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds4jax.cli.bench_report import append_csv, command_line, origin, print_table
+from ds4jax.cli.console import note, warn
+from ds4jax.errors import ConfigError, EngineStoppedError
+
+if TYPE_CHECKING:
+    from ds4jax.serving.http.bench_client import Level
+
+_SERVING = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
+_START_LIMIT_S, _STOP_LIMIT_S, _POLL_S = 1800.0, 30.0, 0.1
+_LOG_TAIL = 1500  # characters of a failed server's log that are shown
+
+
+def serve(
+    url: Annotated[str | None, typer.Option(help="A running server on this machine. Default: start one.")] = None,
+    model: Annotated[
+        Path | None, typer.Option("-m", "--model", help="GGUF file for the server that is started. Default: a small model.")
+    ] = None,
+    clients: Annotated[str, typer.Option(help="Numbers of clients to measure with, one after another.")] = "1,4,16",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each client, one after another.")] = 3,
+    ctx: Annotated[int, typer.Option("-c", "--ctx", min=2, help="Context of the server that is started.")] = 4096,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Longest a request may take, in seconds.")] = 120.0,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Append the results to this file.")] = None,
+) -> None:
+    """Measure a server with streaming clients: time to the first token, time between tokens, tokens a second in all."""
+    from ds4jax.cli.bench import parse_counts
+    from ds4jax.serving.http.bench_client import Workload, measure
+
+    levels = parse_counts("--clients", clients)
+    if url is not None and model is not None:
+        raise ConfigError("--model is for a server that is started here; leave it out with --url")
+    with _server(url, model, max(levels), ctx) as address:
+        workload = Workload(address, prompt, max_tokens, requests, timeout)
+        measure(workload, 1, seed=1)  # warm-up: the first request of a process pays for imports and connections
+        subject = {**origin(_device_name()), "model": address if url else model.name if model else "default"}
+        rows = [subject | _seen(measure(workload, n)) for n in levels]
+    shown = ("clients", "ttft_ms_p50", "ttft_ms_p99", "gap_ms_p50", "gap_ms_p99", "tokens_per_s", "errors")
+    sizes = {"prompt": prompt, "max_tokens": max_tokens, "ctx": ctx}
+    print_table(f"serving, prompts of {prompt} tokens, answers of {max_tokens}: {subject['device']}", rows, shown)
+    if csv is not None:
+        append_csv(csv, [{**row, **sizes, **command_line()} for row in rows])
+        note(f"appended {len(rows)} rows to {csv}")
+
+
+def _seen(level: Level) -> dict[str, Any]:
+    """Sum up what the clients of one level saw, and warn of what failed."""
+    for message in sorted(set(level.errors)):
+        warn(f"{level.errors.count(message)} of {len(level.outcomes)} requests failed: {message}")
+    ttft = [1000 * outcome.ttft_s for outcome in level.outcomes if outcome.ttft_s is not None]
+    gaps = [1000 * gap for outcome in level.outcomes for gap in outcome.gaps_s]
+    return {
+        "clients": level.n_clients, "requests": len(level.outcomes), "ttft_ms_p50": percentile(ttft, 50), "ttft_ms_p99": percentile(ttft, 99),
+        "gap_ms_p50": percentile(gaps, 50), "gap_ms_p99": percentile(gaps, 99), "tokens_per_s": level.tokens_per_s, "errors": len(level.errors),
+    }  # fmt: skip
+
+
+def _device_name() -> str:
+    """Name the device that a server on this machine uses. Asked in a process of its own, so that this one takes nothing of the device."""
+    code = "from ds4jax.serving.engine.bench import device_name; print(device_name())"
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    return result.stdout.strip() or "unknown"
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile, interpolated; NaN of nothing."""
+    if len(values) < 2:
+        return values[0] if values else float("nan")
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+@contextmanager
+def _server(url: str | None, model: Path | None, slots: int, ctx: int) -> Iterator[str]:
+    """Yield the address of a server: the one given, or one that runs as long as the block. Raises EngineStoppedError if it does not start."""
+    if url is not None:
+        yield url
+        return
+    command = [sys.executable, "-m", "ds4jax.cli", "serve", "--port", "0", "--batched-session", str(slots), "--ctx", str(ctx)]
+    command += ["--model", str(model)] if model else []
+    with tempfile.TemporaryDirectory(prefix="ds4jax-bench-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+        try:
+            address = _wait_for_address(process, log)
+            note(f"started a server at {address}: {slots} slots of {ctx} tokens")
+            yield address
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Read the server's log until it says where it listens."""
+    deadline = time.monotonic() + _START_LIMIT_S
+    while time.monotonic() < deadline:
+        ended = process.poll() is not None
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if found := _SERVING.search(text):
+            return found[1]
+        if ended:
+            raise EngineStoppedError(
+                f"the server ended with status {process.returncode} before it served; its log ends with:\n{text[-_LOG_TAIL:]}"
+            )
+        time.sleep(_POLL_S)
+    raise EngineStoppedError(
+        f"the server did not serve within {_START_LIMIT_S:.0f} s; start one by hand with ds4jax serve, and give its --url"
+    )

@@ -1,0 +1,25 @@
+"""The numbers are right: whole sequences in one chunk, against the oracle's logits."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tests.model.oracle import LENGTHS, SETS, SMOOTH, AllLogits, assert_exact
+
+
+@pytest.fixture(scope="module")
+def programs(request: pytest.FixtureRequest) -> dict[str, AllLogits]:
+    """Compile the programs of all sets that are asked for, on all cores."""
+    names = sorted({item.callspec.params["name"] for item in request.session.items if "name" in getattr(getattr(item, "callspec", None), "params", ())})
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(lambda name: AllLogits(SETS[name].load()), names), strict=True))
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.smoke if name == SMOOTH.name else ()) for name in SETS])
+def test_logits_and_best_tokens(programs: dict[str, AllLogits], name: str, n: int) -> None:
+    run = SETS[name].run(n)
+    assert_exact(programs[name](run.tokens), run)
