@@ -22,8 +22,10 @@ check: $(VENV)/.ready-test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
+# A first look; `ds4jax bench --help` lists what else can be measured.
 bench: $(VENV)/.ready
-	$(BIN)/ds4jax bench $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	$(BIN)/ds4jax bench decode $(if $(MODEL),--model $(MODEL)) --buckets 1,4,16 --ctx 1024 --steps 50
+	$(BIN)/ds4jax bench serve $(if $(MODEL),--model $(MODEL)) --clients 1,16 --ctx 1024 $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis ds4jax.egg-info

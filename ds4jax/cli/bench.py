@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds4jax.cli.bench_report import append_csv, command_line, identity, origin, print_table
+from ds4jax.cli.bench_report import append_csv, command_line, identity, origin, print_table, times
 from ds4jax.cli.bench_serve import serve
 from ds4jax.cli.console import note
 from ds4jax.cli.generate import BackendOption, ModelOption
@@ -71,8 +71,7 @@ def decode(
     if max(sizes) > batched_session:
         raise ConfigError(f"--buckets {buckets}: more rows than --batched-session {batched_session}; raise it, or leave the bucket out")
     runner = _runner(subject, bench_shapes(subject.model.spec, sizes, batched_session, ctx, 1 if pretend else live))
-    times = [DecodeBench(runner, bucket, live, steps, pretend=pretend).measure(steps) for bucket in sizes]
-    rows = [_decode_row(subject, each) for each in times]
+    rows = [_decode_row(subject, DecodeBench(runner, bucket, live, steps, pretend=pretend).measure(steps)) for bucket in sizes]
     how = "positions set" if pretend else "fed"
     print_table(
         _title(subject, f"decode, {live} tokens live ({how})"),
@@ -104,19 +103,26 @@ def prefill(
         raise ConfigError(f"--chunks {chunks}: all longer than --prompt {prompt}; name a shorter one")
     select_backend(*choose_backend(backend, False, False, None))
 
-    from ds4jax.serving.engine.bench import device_name, measure_prefill, spread
+    from ds4jax.serving.engine.bench import device_name, measure_prefill
     from ds4jax.serving.engine.programs import Shapes
 
     subject = _open(model, random, layers, kv_quant, dtype)
     runner = _runner(subject, Shapes(subject.model.spec, 1, prompt, (), tuple(lengths)))
     rows: list[dict[str, Any]] = []
     for chunk in lengths:
-        times = measure_prefill(runner, chunk, prompt, repeats)
-        p10, p90 = spread(times.ms)
-        rows.append({
-            **origin(device_name()), **identity(subject), "chunk": chunk, "prompt": prompt, "repeats": repeats, "ms_median": median(times.ms),
-            "ms_p10": p10, "ms_p90": p90, "tokens_per_s": times.tokens_per_s, **command_line(),
-        })  # fmt: skip
+        measured = measure_prefill(runner, chunk, prompt, repeats)
+        rows.append(
+            {
+                **origin(device_name()),
+                **identity(subject),
+                "chunk": chunk,
+                "prompt": prompt,
+                "repeats": repeats,
+                **times(measured.ms),
+                "tokens_per_s": measured.tokens_per_s,
+                **command_line(),
+            }
+        )
     print_table(_title(subject, f"prefill of {prompt} tokens"), rows, ("chunk", "ms_median", "ms_p10", "ms_p90", "tokens_per_s"))
     _append(csv, rows)
 
@@ -144,10 +150,19 @@ def load(
     rows = []
     for run in range(1, repeats + 1):
         seconds = measure_load(GGUFFile(file), spec)
-        rows.append({
-            **origin(device_name()), "model": spec.config.name, "quant": quant_of(spec), "layers": spec.config.n_layer, "run": run,
-            "gb": size_bytes / 1e9, "seconds": seconds, "gb_per_s": size_bytes / 1e9 / seconds, **command_line(),
-        })  # fmt: skip
+        rows.append(
+            {
+                **origin(device_name()),
+                "model": spec.config.name,
+                "quant": quant_of(spec),
+                "layers": spec.config.n_layer,
+                "run": run,
+                "gb": size_bytes / 1e9,
+                "seconds": seconds,
+                "gb_per_s": size_bytes / 1e9 / seconds,
+                **command_line(),
+            }
+        )
     print_table(f"loading {file.name}, {device_name()}", rows, ("run", "gb", "seconds", "gb_per_s"))
     _append(csv, rows)
 
@@ -232,15 +247,22 @@ def _runner(subject: Subject, shapes: Shapes) -> MeasuredRunner:
         return MeasuredRunner(subject.model, shapes, ProgramStore(program_directory()), on_program)
 
 
-def _decode_row(subject: Subject, times: DecodeTimes) -> dict[str, Any]:
-    from ds4jax.serving.engine.bench import device_name, spread
+def _decode_row(subject: Subject, measured: DecodeTimes) -> dict[str, Any]:
+    from ds4jax.serving.engine.bench import device_name
 
-    p10, p90 = spread(times.ms)
     return {
-        **origin(device_name()), **identity(subject), "bucket": times.bucket, "ctx": times.n_ctx, "live": times.live, "steps": len(times.ms),
-        "ms_median": times.ms_median, "ms_p10": p10, "ms_p90": p90, "tokens_per_s": times.tokens_per_s, "host_ms": times.host_ms_median,
-        "occupancy": times.occupancy, **command_line(),
-    }  # fmt: skip
+        **origin(device_name()),
+        **identity(subject),
+        "bucket": measured.bucket,
+        "ctx": measured.n_ctx,
+        "live": measured.live,
+        "steps": len(measured.ms),
+        **times(measured.ms),
+        "tokens_per_s": measured.tokens_per_s,
+        "host_ms": measured.host_ms_median,
+        "occupancy": measured.occupancy,
+        **command_line(),
+    }
 
 
 def _joined(parts: tuple[DecodeTimes, ...]) -> DecodeTimes:

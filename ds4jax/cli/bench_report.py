@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -58,6 +59,18 @@ def commit() -> str:
 
 def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile, interpolated; NaN of nothing."""
+    if len(values) < 2:
+        return values[0] if values else float("nan")
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def times(ms: Sequence[float]) -> dict[str, float]:
+    """Sum up measured times."""
+    return {"ms_median": percentile(ms, 50), "ms_p10": percentile(ms, 10), "ms_p90": percentile(ms, 90)}
 
 
 def append_csv(path: Path, rows: Sequence[Row]) -> None:

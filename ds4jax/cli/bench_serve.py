@@ -8,15 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds4jax.cli.bench_report import append_csv, command_line, origin, print_table
+from ds4jax.cli.bench_report import append_csv, command_line, origin, percentile, print_table
 from ds4jax.cli.console import note, warn
 from ds4jax.errors import ConfigError, EngineStoppedError
 
@@ -68,9 +67,15 @@ def _seen(level: Level) -> dict[str, Any]:
     ttft = [1000 * outcome.ttft_s for outcome in level.outcomes if outcome.ttft_s is not None]
     gaps = [1000 * gap for outcome in level.outcomes for gap in outcome.gaps_s]
     return {
-        "clients": level.n_clients, "requests": len(level.outcomes), "ttft_ms_p50": percentile(ttft, 50), "ttft_ms_p99": percentile(ttft, 99),
-        "gap_ms_p50": percentile(gaps, 50), "gap_ms_p99": percentile(gaps, 99), "tokens_per_s": level.tokens_per_s, "errors": len(level.errors),
-    }  # fmt: skip
+        "clients": level.n_clients,
+        "requests": len(level.outcomes),
+        "ttft_ms_p50": percentile(ttft, 50),
+        "ttft_ms_p99": percentile(ttft, 99),
+        "gap_ms_p50": percentile(gaps, 50),
+        "gap_ms_p99": percentile(gaps, 99),
+        "tokens_per_s": level.tokens_per_s,
+        "errors": len(level.errors),
+    }
 
 
 def _device_name() -> str:
@@ -81,16 +86,12 @@ def _device_name() -> str:
     return result.stdout.strip() or "unknown"
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile, interpolated; NaN of nothing."""
-    if len(values) < 2:
-        return values[0] if values else float("nan")
-    return quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
 @contextmanager
 def _server(url: str | None, model: Path | None, slots: int, ctx: int) -> Iterator[str]:
-    """Yield the address of a server: the one given, or one that runs as long as the block. Raises EngineStoppedError if it does not start."""
+    """Yield the address of the server that is given, or of one that runs as long as the block.
+
+    Raises EngineStoppedError if it does not start.
+    """
     if url is not None:
         yield url
         return

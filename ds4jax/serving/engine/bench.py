@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import jax
@@ -63,14 +63,6 @@ class DecodeTimes:
     def host_ms_median(self) -> float:
         """Median host time of a step."""
         return median(self.host_ms)
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 10th and the 90th percentile."""
-    if len(values) < 2:
-        return values[0], values[0]
-    deciles = quantiles(values, n=10, method="inclusive")
-    return deciles[0], deciles[-1]
 
 
 class MeasuredRunner(Runner):
@@ -124,7 +116,7 @@ class DecodeBench:
     Args:
         runner: with a program for the bucket; its slots are cleared.
         bucket: rows, all of them live.
-        live: tokens in each slot when measuring begins (a few more where they were fed, since the first rows run on while the last are filled).
+        live: tokens in each slot when measuring begins; where they are fed a few more, since the first rows run on while the last fill.
         n_steps: all that will be measured.
         pretend: set the positions instead of feeding so many tokens. Only for weights whose answers nobody reads.
 
@@ -245,7 +237,7 @@ def device_name() -> str:
     """Name the device that is measured: a GPU's kind, or the processor's model and its number of cores."""
     device = jax.devices()[0]
     if device.platform != "cpu":
-        return device.device_kind
+        return str(device.device_kind)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
