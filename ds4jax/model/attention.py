@@ -47,6 +47,11 @@ class Span:
     start: jax.Array
     n: jax.Array
 
+    def live(self, n_token: int, n_slot: int) -> jax.Array:
+        """Mark the real tokens among n_token a row: bool [B * n_token]."""
+        real = jnp.arange(n_token)[None, :] < self.n[:, None]
+        return (real & (self.slot < n_slot)[:, None]).reshape(-1)
+
 
 class Attention(nnx.Module):
     """One layer's attention. ratio: 0, 4 or 128."""

@@ -49,11 +49,12 @@ class MoE(nnx.Module):
         total = jnp.maximum(jnp.sum(weight, axis=1, keepdims=True), MIN_WEIGHT_SUM)
         return expert, weight / total * self.config.expert_scale
 
-    def __call__(self, x: jax.Array, token: jax.Array, layer: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def __call__(self, x: jax.Array, token: jax.Array, live: jax.Array, layer: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Apply the block.
 
         Args:
             x: [M, D] f32, normalised. token: int32 [M], the input ids (hash layers route by them).
+            live: bool [M]; padding chooses no expert, so that it costs none.
             layer: index of this layer in its stack of expert weights.
 
         Returns:
@@ -62,7 +63,7 @@ class MoE(nnx.Module):
         m, d = x.shape
         expert, weight = self.choose(x, token)
         n_used = expert.shape[1]
-        plan = route(expert.reshape(-1), self.config.n_expert)
+        plan = route(jnp.where(live[:, None], expert, self.config.n_expert).reshape(-1), self.config.n_expert)
         pairs = jnp.repeat(x.astype(dtype), n_used, axis=0)  # [M*X, D]
         gate, up = (expert_matmul(pairs, w.get_value(), plan, layer=layer, out_dtype=jnp.float32) for w in (self.gate_exps, self.up_exps))
         hidden = swiglu(gate, up, self.clamp) * weight.reshape(-1, 1)

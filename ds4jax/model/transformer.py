@@ -52,7 +52,7 @@ class Block(nnx.Module):
         with jax.named_scope("ffn"):
             f, post, comb = self.hc_ffn.pre(x)
             f = rms_norm(f, eps, self.ffn_norm.get_value())
-            x = HyperConnection.post(self.ffn(f, token, repeat, dtype), x, post, comb)
+            x = HyperConnection.post(self.ffn(f, token, span.live(m // span.slot.shape[0], cache.n_slot), repeat, dtype), x, post, comb)
         return x, cache
 
 

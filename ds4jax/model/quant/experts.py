@@ -16,6 +16,7 @@ from ds4jax.model.quant.qtensor import QTensor, take_layer
 
 # Up to so many pairs an expanded matrix is held for each; at the size of DeepSeek V4 Flash that is half a gigabyte of float32.
 FEW_PAIRS = 16
+MANY_PAIRS = 512  # up to here an accelerator expands an expert for each pair, in turns
 
 
 @partial(
@@ -71,17 +72,36 @@ def expert_matmul(
     [P, N, K] exists for up to FEW_PAIRS pairs. A row's result depends on that row and its expert alone, bit for bit at a given P.
     """
     w, first_expert = _flatten_layers(w, layer)
-    product = _pairwise if x.shape[0] <= FEW_PAIRS else _grouped
-    y = product(x, w, first_expert, plan)
+    n_pairs = x.shape[0]
+    if n_pairs <= FEW_PAIRS:
+        y = _pairwise(x, w, first_expert, plan.expert, plan.n_expert)
+    elif n_pairs <= MANY_PAIRS and jax.default_backend() != "cpu":
+        y = _pairwise_in_turns(x, w, first_expert, plan)
+    else:
+        y = _grouped(x, w, first_expert, plan)
     return jnp.where((plan.expert < plan.n_expert)[:, None], y, 0).astype(out_dtype or x.dtype)
 
 
-def _pairwise(x: Array, w: QTensor, first_expert: Array | int, plan: RoutingPlan) -> Array:
+def _pairwise(x: Array, w: QTensor, first_expert: Array | int, expert: Array, n_expert: int) -> Array:
     """Expand one expert for each pair, all at once: parallel, and little is lost as few pairs seldom share an expert."""
     # Where nobody is chosen the index is n_expert: any expert will do.
-    index = first_expert + jnp.minimum(plan.expert, plan.n_expert - 1)
+    index = first_expert + jnp.minimum(expert, n_expert - 1)
     weights = dequantize(jax.tree.map(lambda a: a.at[index].get(mode="promise_in_bounds"), w), x.dtype)
     return dot(x, weights, pairwise=True)
+
+
+def _pairwise_in_turns(x: Array, w: QTensor, first_expert: Array | int, plan: RoutingPlan) -> Array:
+    """Expand FEW_PAIRS experts at a time, a fixed number of times.
+
+    For accelerators: the loops of `_grouped` end when the data says so, and asking the device that costs more than sharing saves.
+    """
+    n_pairs, k = x.shape
+    n_turns = -(-n_pairs // FEW_PAIRS)
+    more = n_turns * FEW_PAIRS - n_pairs
+    rows = jnp.pad(x, ((0, more), (0, 0))).reshape(n_turns, FEW_PAIRS, k)
+    expert = jnp.pad(plan.expert, (0, more), constant_values=plan.n_expert).reshape(n_turns, FEW_PAIRS)
+    y = lax.map(lambda turn: _pairwise(turn[0], w, first_expert, turn[1], plan.n_expert), (rows, expert))
+    return y.reshape(n_turns * FEW_PAIRS, -1)[:n_pairs]
 
 
 def _grouped(x: Array, w: QTensor, first_expert: Array | int, plan: RoutingPlan) -> Array:
