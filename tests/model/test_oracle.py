@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from tests.model.oracle import LENGTHS, SETS, SMOOTH, AllLogits, assert_exact
