@@ -41,8 +41,9 @@ class Rows:
     @classmethod
     def zeros(cls, format: str, n_layer: int, n_slot: int, n_row: int, width: int, n_rot: int) -> Rows:
         """Return empty rows of `width` values (of which the last n_rot rotate)."""
-        empty = encode(jnp.zeros((n_layer, n_slot, n_row, width), jnp.float32), format, n_rot)
-        return cls(empty, format, n_rot)
+        shapes = jax.eval_shape(lambda: encode(jnp.zeros((n_layer, n_slot, n_row, width), jnp.float32), format, n_rot))
+        # All bits zero, as a cleared slot has them; encoding zeros would also take the memory of unpacked rows for a moment.
+        return cls({name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}, format, n_rot)
 
     @property
     def n_row(self) -> int:

@@ -37,10 +37,12 @@ SHAPES: dict[str, tuple[ModelConfig, int]] = {
     "no compression, two streams": (shape((0, 0), n_hc=2, n_hash_layer=0, head_dim=32, n_rot=32, n_expert=4, n_expert_used=4), 70),
     "only the indexer": (shape((4, 4, 4), n_hc=2, n_hash_layer=2, n_index_head=3, index_top_k=3, n_window=5, hc_sinkhorn_iters=3), 120),
     "clamps that bite, separate epsilons": (
-        shape((4, 128), clamp=1.5, clamp_shared=0.4, rms_eps=1e-2, hc_eps=3e-2, n_hash_layer=0, index_top_k=1000, n_head=6, n_out_group=3), 200,
+        shape((4, 128), clamp=1.5, clamp_shared=0.4, rms_eps=1e-2, hc_eps=3e-2, n_hash_layer=0, index_top_k=1000, n_head=6, n_out_group=3),
+        200,
     ),
     "a window wider than the prompt, short YaRN": (
-        shape((4, 0, 4, 0), n_window=300, yarn_original_ctx=64, yarn_factor=4.0, rope_base_compressed=500.0, n_hash_layer=0, n_expert_used=1), 100,
+        shape((4, 0, 4, 0), n_window=300, yarn_original_ctx=64, yarn_factor=4.0, rope_base_compressed=500.0, n_hash_layer=0, n_expert_used=1),
+        100,
     ),
 }  # fmt: skip
 
