@@ -21,12 +21,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
-# Compiling is most of what the tests cost. What was compiled stays for the next run, in a folder that git ignores; names are
-# hashes of what decides a program, so nothing stale is found there. Child processes inherit the folders too.
+# Compiling is most of what the tests cost. Compiled programs stay for the next run, in a folder that git ignores; their names are
+# hashes of all that decides them, so nothing stale is found there. Child processes inherit the folder. JAX's own cache stays off:
+# what it gives back on a CPU cannot be stored again.
 _compiled = ROOT / ".pytest_cache" / "ds4jax"
 os.environ.setdefault("DS4JAX_CACHE_DIR", str(_compiled))
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compiled / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
 @pytest.fixture(scope="session")

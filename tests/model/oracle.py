@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from ds4jax.config import EngineConfig
 from ds4jax.model.cache import KVCache, init_cache
 from ds4jax.model.model import Model, load_model
 from ds4jax.model.steps import PrefillBatch, prefill_all_logits
+from ds4jax.serving.engine.local import program_directory
+from ds4jax.serving.engine.programs import ProgramStore
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = (5, 130, 300, 600)
@@ -84,7 +87,14 @@ class AllLogits:
         def run(leaves: Sequence[jax.Array], cache: KVCache, batch: PrefillBatch) -> tuple[jax.Array, KVCache]:
             return prefill_all_logits(model.flat.merge(leaves), cache, batch, spec.compute)
 
-        self._program = jax.jit(run, donate_argnums=1).lower(model.flat.leaves, self.new_cache(), self._batch([0])).compile()
+        lowered = jax.jit(run, donate_argnums=1).lower(model.flat.leaves, self.new_cache(), self._batch([0]))
+        name = hashlib.sha256((lowered.as_text() + os.environ.get("XLA_FLAGS", "")).encode()).hexdigest()[:24]
+        path = program_directory() / f"all-logits-{name}-{jax.__version__}.xla"
+        stored = ProgramStore._load(path) if path.is_file() else None
+        self._program = stored or lowered.compile()
+        if stored is None:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            ProgramStore._save(path, self._program)
 
     def new_cache(self) -> KVCache:
         return init_cache(self.model.config, 1, self.n_ctx, self.model.spec.kv_quant, self.model.spec.dtype)

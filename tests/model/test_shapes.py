@@ -41,7 +41,7 @@ SHAPES: dict[str, tuple[ModelConfig, int]] = {
         200,
     ),
     "a window wider than the prompt, short YaRN": (
-        shape((4, 0, 4, 0), n_window=300, yarn_original_ctx=64, yarn_factor=4.0, rope_base_compressed=500.0, n_hash_layer=0, n_expert_used=1),
+        shape((4, 0, 4, 0), n_window=300, yarn_original_ctx=64, rope_base_compressed=500.0, n_hash_layer=0, n_expert_used=1),
         100,
     ),
 }  # fmt: skip

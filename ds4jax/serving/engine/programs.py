@@ -143,7 +143,7 @@ class ProgramStore:
             if loaded is not None:
                 return Program(key, loaded, time.perf_counter() - started, True, path.stat().st_size, _scratch(loaded))
         executable = lower(shapes, key).compile()
-        size = self._save(path, executable) if path is not None else 0
+        size = self._save(path, executable) if path is not None and _is_storable() else 0
         return Program(key, executable, time.perf_counter() - started, False, size, _scratch(executable))
 
     @staticmethod
@@ -170,6 +170,15 @@ def compile_all(shapes: Shapes, store: ProgramStore, workers: int | None = None)
     """Get every program, several at a time; yields each as it is ready, in the order of `shapes.keys`."""
     with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1), thread_name_prefix="compile") as pool:
         yield from pool.map(partial(store.get, shapes), shapes.keys)
+
+
+def _is_storable() -> bool:
+    """Whether a compiled program may be serialised.
+
+    A CPU program that JAX took from its own compilation cache serialises without its code: it loads, and fails when it runs. JAX does
+    not say which programs come from there, so while that cache is on it alone keeps them.
+    """
+    return not (jax.config.jax_compilation_cache_dir and jax.devices()[0].platform == "cpu")
 
 
 def _scratch(executable: Any) -> int:
