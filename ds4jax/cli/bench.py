@@ -70,8 +70,8 @@ def decode(
     sizes = sizes or row_buckets(batched_session)
     if max(sizes) > batched_session:
         raise ConfigError(f"--buckets {buckets}: more rows than --batched-session {batched_session}; raise it, or leave the bucket out")
-    runner = _runner(subject, bench_shapes(subject.model.spec, sizes, batched_session, ctx, 1 if pretend else live))
-    rows = [_decode_row(subject, DecodeBench(runner, bucket, live, steps, pretend=pretend).measure(steps)) for bucket in sizes]
+    runner = _runner(subject, bench_shapes(subject.model.spec, sizes, batched_session, ctx, live, steps, pretend=pretend))
+    rows = [_decode_row(subject, DecodeBench(runner, bucket, live, pretend=pretend).measure(steps)) for bucket in sizes]
     how = "positions set" if pretend else "fed"
     print_table(
         _title(subject, f"decode, {live} tokens live ({how})"),
@@ -196,14 +196,8 @@ def context(
     live = live or 2048
     subject = _open(model, random, layers, kv_quant, dtype)
     pretend = subject.random and live >= PRETEND_FROM
-    n_prompt = 1 if pretend else live
-    n_steps = pairs * steps
-    small, large = (
-        DecodeBench(
-            _runner(subject, bench_shapes(subject.model.spec, (rows,), rows, capacity, n_prompt)), rows, live, n_steps, pretend=pretend
-        )
-        for capacity in capacities
-    )
+    shapes = [bench_shapes(subject.model.spec, (rows,), rows, n, live, steps, pairs, pretend=pretend) for n in capacities]
+    small, large = (DecodeBench(_runner(subject, each), rows, live, pretend=pretend) for each in shapes)
     measured = list(measure_pairs(small, large, pairs, steps))
     ratio = median(b.ms_median / a.ms_median for a, b in measured)
     table = [_decode_row(subject, _joined(side)) for side in zip(*measured, strict=True)]

@@ -103,7 +103,7 @@ def print_table(title: str, rows: Sequence[Row], columns: Sequence[str]) -> None
     """Show some columns of rows."""
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(*(str(_rounded(row[column])) for column in columns))
     Console(highlight=False).print(table)

@@ -31,6 +31,7 @@ from ds4jax.serving.engine.programs import Shapes
 from ds4jax.serving.engine.runner import DeviceCache, Runner
 
 WARM_STEPS = 8
+_LEAD_STEPS = 4  # of every measurement, not counted: the device was idle and the pipeline empty
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,24 @@ class _Watched:
         return self._step.logits()
 
 
-def bench_shapes(spec: ModelSpec, buckets: Sequence[int], n_slot: int, n_ctx: int, n_prompt: int) -> Shapes:
-    """List the programs that measuring needs and no more: these decode buckets, and one prefill chunk for the prompts."""
+def bench_shapes(
+    spec: ModelSpec, buckets: Sequence[int], n_slot: int, n_ctx: int, live: int, n_steps: int, n_measures: int = 1, *, pretend: bool
+) -> Shapes:
+    """List the programs that `DecodeBench` needs and no more: these decode buckets, and one prefill chunk for the prompts.
+
+    Args:
+        n_steps, n_measures: steps of a measurement, and measurements of one `DecodeBench`.
+
+    Raises ConfigError if a slot has no room for live tokens and the steps.
+    """
     chunks = chunk_buckets(n_ctx, EngineConfig.prefill_quantum, EngineConfig.mixed_prefill_quantum)
-    chunk = nearest(chunks, min(n_prompt, chunks[-1]))
+    chunk = nearest(chunks, 1 if pretend else min(live, chunks[-1]))
+    # Rows that are filled first run on, a step for every chunk of the others.
+    needed = live + n_measures * (n_steps + _LEAD_STEPS) + 2 * WARM_STEPS + max(buckets) * -(-live // chunk)
+    if needed > n_ctx:
+        raise ConfigError(
+            f"--live {live}: with {n_measures * n_steps} steps a slot needs {needed} tokens, but --ctx is {n_ctx}; change one of them"
+        )
     return Shapes(spec, n_slot, n_ctx, tuple(sorted(set(buckets))), (chunk,))
 
 
@@ -117,23 +132,15 @@ class DecodeBench:
         runner: with a program for the bucket; its slots are cleared.
         bucket: rows, all of them live.
         live: tokens in each slot when measuring begins; where they are fed a few more, since the first rows run on while the last fill.
-        n_steps: all that will be measured.
         pretend: set the positions instead of feeding so many tokens. Only for weights whose answers nobody reads.
-
-    Raises ConfigError if the context has no room for live tokens and the steps.
     """
 
-    def __init__(self, runner: MeasuredRunner, bucket: int, live: int, n_steps: int, *, pretend: bool) -> None:
-        quantum = runner.prefill_buckets[-1]
-        needed = live + n_steps + 3 * WARM_STEPS + bucket * -(-live // quantum)
-        if live < 1 or needed > runner.n_ctx:
-            raise ConfigError(
-                f"--live {live}: with {n_steps} steps a slot needs {needed} tokens, but --ctx is {runner.n_ctx}; change one of them"
-            )
+    def __init__(self, runner: MeasuredRunner, bucket: int, live: int, *, pretend: bool) -> None:
         self._runner, self._bucket, self._live, self._pretend = runner, bucket, live, pretend
         for slot in range(runner.n_slots):
             runner.clear(slot)
         # One decode step for each chunk of somebody else's prompt, so that the first rows do not run far ahead of the last.
+        quantum = runner.prefill_buckets[-1]
         config = EngineConfig(bucket, runner.n_ctx, 0, quantum, quantum, decode_steps_per_prefill=1)
         self._core = EngineCore(runner, config)
         rng = np.random.default_rng(bucket)
@@ -155,7 +162,7 @@ class DecodeBench:
         if self._pretend:
             self._runner.settle()
             self._runner.pretend_live(self._live)
-        self._steps(2)
+        self._steps(_LEAD_STEPS - 1)
         before = self._core.stats()
         ms, host_ms = self._steps(n_steps)
         after = self._core.stats()

@@ -117,7 +117,7 @@ async def _stream(workload: Workload, rng: random.Random, outcome: Outcome) -> N
                 raise ValueError(f"the server says: {error.get('message', error)}")
             if usage := event.get("usage"):
                 outcome.n_tokens = usage["completion_tokens"]
-            if not any(choice.get("text") for choice in event["choices"]):
+            if not any(choice.get("text") for choice in event.get("choices", ())):
                 continue
             if last is None:
                 outcome.ttft_s = now - sent
