@@ -2,7 +2,6 @@
 
 import csv
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -25,8 +24,7 @@ DECODE_COLUMNS = (
 
 
 def run(*arguments: str) -> Result:
-    with TemporaryDirectory() as folder:  # for compiled programs
-        return CliRunner().invoke(app, ["bench", *arguments], env={"DS4JAX_CACHE_DIR": folder})
+    return CliRunner().invoke(app, ["bench", *arguments])
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -15,11 +15,12 @@ import numpy as np
 from ds4jax.config import ModelConfig
 from ds4jax.model.gguf.layout import TensorSpec, ds4_tensors
 from ds4jax.model.gguf.random_blocks import random_blocks
-from ds4jax.model.quant import QTensor, field_shapes, pack
+from ds4jax.model.quant import QTensor, pack
 from ds4jax.model.spec import FlatModel, ModelSpec, build
 
-_POOL_ROWS = 512  # distinct rows of a quantised matrix; each of its rows is one of them
-_PLAIN = ("F32", "F16")
+_POOL_ROWS = 512  # distinct rows of a matrix or a table; each of its rows is one of them
+_ON_DEVICE_BYTES = 16 << 20  # larger fields are put together on the device; for smaller ones compiling that would take longer
+_PLAIN = {"F32": np.float32, "F16": np.float16}
 
 
 def random_spec(config: ModelConfig, quant: str, kv_quant: str, dtype: str) -> ModelSpec:
@@ -33,7 +34,7 @@ def random_leaves(spec: ModelSpec, quant: str, seed: int = 0) -> FlatModel:
     Args:
         quant: the one that `spec` was made for.
 
-    Quantised rows are drawn from a pool of valid ones, so blocks decode to what a file's would, but rows recur.
+    Rows are drawn from a pool of valid ones, so blocks decode to what a file's would, but rows recur.
     """
     return FlatModel.of(build(spec, _RandomSource(spec.config, quant, seed)))
 
@@ -45,34 +46,41 @@ class _RandomSource:
         self._tensors = {tensor.name: tensor for tensor in ds4_tensors(config, quant)}
         self._n_expert = config.n_expert
         self._rng = np.random.default_rng(seed)
-        self._key = jax.random.key(seed)
 
     def matrix(self, names: Sequence[str], shape: tuple[int, ...], *, stacked: bool) -> Any:
         """Return a QTensor on the device."""
         tensor = self._tensors[names[0]]
         full = (len(names), *shape) if stacked else shape
-        if tensor.kind in _PLAIN:
-            return QTensor(
-                tensor.kind, {name: self._normal(tensor, s.shape, s.dtype) for name, s in field_shapes(tensor.kind, full).items()}
-            )
         pool_shape = (_POOL_ROWS, full[-1])
-        pool = pack(tensor.kind, random_blocks(self._rng, tensor.kind, pool_shape, tensor.std), pool_shape)
-        row = jax.random.randint(self._next_key(), full[:-1], 0, _POOL_ROWS)
-        return QTensor(tensor.kind, {name: jnp.asarray(field)[row] for name, field in pool.items()})
+        if tensor.kind in _PLAIN:
+            raw = self._normal(tensor, pool_shape).astype(_PLAIN[tensor.kind]).view(np.uint8)
+        else:
+            raw = random_blocks(self._rng, tensor.kind, pool_shape, tensor.std)
+        rows = self._rows(full[:-1])
+        return QTensor(tensor.kind, {name: _spread(field, rows) for name, field in pack(tensor.kind, raw, pool_shape).items()})
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
         """Return an array on the device; of an int32 table each row holds distinct experts."""
         full = (len(names), *shape) if stacked else shape
         if dtype == "int32":
-            order = jax.random.uniform(self._next_key(), (*full[:-1], self._n_expert)).argsort(axis=-1)
-            return order[..., : full[-1]].astype(jnp.int32)
-        return self._normal(self._tensors[names[0]], full, jnp.dtype(dtype))
+            experts = self._rng.random((_POOL_ROWS, self._n_expert)).argsort(axis=1)[:, : full[-1]]
+            return _spread(experts.astype(np.int32), self._rows(full[:-1]))
+        return jnp.asarray(self._normal(self._tensors[names[0]], full).astype(dtype))
 
-    def _normal(self, tensor: TensorSpec, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def _normal(self, tensor: TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
         """Draw plain values; those around 1 (norms, scales) stay clear of 0."""
-        values = (jax.random.normal(self._next_key(), shape, jnp.float32) * tensor.std + tensor.mean).astype(dtype)
-        return jnp.maximum(values, jnp.asarray(0.25, dtype)) if tensor.mean else values
+        values = self._rng.standard_normal(shape, np.float32) * np.float32(tensor.std) + np.float32(tensor.mean)
+        return np.maximum(values, 0.25) if tensor.mean else values
 
-    def _next_key(self) -> jax.Array:
-        self._key, key = jax.random.split(self._key)
-        return key
+    def _rows(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Choose rows of the pool, for a short matrix all different: experts whose router rows are equal would always come together."""
+        *outer, n = shape
+        if n > _POOL_ROWS:
+            return self._rng.integers(0, _POOL_ROWS, shape, np.int32)
+        return self._rng.random((*outer, _POOL_ROWS), np.float32).argsort(axis=-1)[..., :n].astype(np.int32)
+
+
+def _spread(pool: np.ndarray, rows: np.ndarray) -> jax.Array:
+    """Gather rows of a pool [P, ...] into [*rows.shape, ...]."""
+    large = rows.size * pool[0].nbytes > _ON_DEVICE_BYTES
+    return jnp.asarray(pool)[rows] if large else jnp.asarray(pool[rows])
