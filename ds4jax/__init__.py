@@ -1,9 +1,9 @@
 """ds4jax: serve DeepSeek V4 Flash from ds4's GGUF files to many sessions at once, in JAX.
 
-    model = ds4jax.load_model("model.gguf")
-    with ds4jax.Engine(model, slots=4, ctx=4096) as engine:
-        for piece in engine.generate("Once upon a time", max_tokens=32):
-            print(piece, end="")
+model = ds4jax.load_model("model.gguf")
+with ds4jax.Engine(model, slots=4, ctx=4096) as engine:
+    for piece in engine.generate("Once upon a time", max_tokens=32):
+        print(piece, end="")
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ class ModelConfig:
         """
         architecture = metadata.get("general.architecture")
         if architecture != ARCHITECTURE:
-            raise ConfigError(f"general.architecture: got {architecture!r}, expected {ARCHITECTURE!r}; only DeepSeek V4 files can be served")
+            raise ConfigError(
+                f"general.architecture: got {architecture!r}, expected {ARCHITECTURE!r}; only DeepSeek V4 files can be served"
+            )
         n_layer = _number(metadata, "block_count", int)
         values: dict[str, Any] = {"name": str(metadata.get("general.name", ARCHITECTURE))}
         for field_name, (key, kind, default) in _KEYS.items():
@@ -208,7 +210,8 @@ FLASH = ModelConfig(
 )  # fmt: skip
 
 PRO = ModelConfig(
-    name="DeepSeek V4 Pro", n_layer=61, n_embd=7168, n_head=128, q_lora_rank=1536, n_out_group=16, index_top_k=1024, n_expert=384, n_ff=3072,
+    name="DeepSeek V4 Pro", n_layer=61, n_embd=7168, n_head=128, q_lora_rank=1536, n_out_group=16, index_top_k=1024, n_expert=384,
+    n_ff=3072,
     expert_scale=2.5, compress_ratios=_pro_ratios(), swiglu_clamp=(10.0,) * 61, swiglu_clamp_shared=(10.0,) * 61, **_SHARED_SHAPE,
 )  # fmt: skip
 
@@ -230,7 +233,7 @@ def check_published_shape(config: ModelConfig, published: ModelConfig) -> None:
 def _same(a: Any, b: Any) -> bool:
     """Equal, where floats may have passed through float32."""
     if isinstance(a, float):
-        return abs(a - b) <= 1e-6 * abs(b)
+        return bool(abs(a - b) <= 1e-6 * abs(b))
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)
@@ -256,7 +259,13 @@ class EngineConfig:
     batch_log: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("slots", 1), ("ctx", 2), ("prefill_quantum", 1), ("mixed_prefill_quantum", 1), ("decode_steps_per_prefill", 1)):
+        for name, least in (
+            ("slots", 1),
+            ("ctx", 2),
+            ("prefill_quantum", 1),
+            ("mixed_prefill_quantum", 1),
+            ("decode_steps_per_prefill", 1),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least {least}")
         if not 0 <= self.coalesce_us <= 100_000:
@@ -272,8 +281,8 @@ class EngineConfig:
 class ServerConfig:
     """What the HTTP edge needs to know.
 
-    model_id: the id that replies carry and /v1/models lists; aliases: further ids; default_max_tokens: completion length when a request names
-    none; keepalive_s: seconds of silence in a stream before a comment is sent; body_limit_bytes: largest request body.
+    model_id: the id that replies carry and /v1/models lists; aliases: further ids; default_max_tokens: completion length when a request
+    names none; keepalive_s: seconds of silence in a stream before a comment is sent; body_limit_bytes: largest request body.
     """
 
     host: str = "127.0.0.1"

@@ -54,16 +54,24 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def program_progress() -> Iterator[Callable[[Program], None]]:
-    """Name the program that was compiled last while compiling goes on, then sum up; yields a function to call after each."""
+    """Name the program that was compiled last while compiling goes on, then sum up; yields a function to call after each.
+
+    Programs that come after the sum (compiled beside the serving) get a line each.
+    """
     done: list[Program] = []
+    waiting = True
 
     with stderr.status("compiling") as status:
 
         def on_program(program: Program) -> None:
             done.append(program)
-            status.update(f"compiling: {program.name} took {program.seconds:.1f} s")
+            if waiting:
+                status.update(f"compiling: {program.name} took {program.seconds:.1f} s")
+            else:
+                note(f"program ready: {program.name}, compiled in {program.seconds:.1f} s")
 
         yield on_program
+    waiting = False
     n_found = sum(program.from_disk for program in done)
     note(f"programs: {len(done) - n_found} compiled, {n_found} found on disk")
 

@@ -54,9 +54,17 @@ class Numerics:
 
 @contextmanager
 def open_engine(
-    path: Path | None, config: EngineConfig, backend: Backend = "auto", gpu: int | None = None, numerics: Numerics | None = None
+    path: Path | None,
+    config: EngineConfig,
+    backend: Backend = "auto",
+    gpu: int | None = None,
+    numerics: Numerics | None = None,
+    *,
+    early: bool = False,
 ) -> Iterator[tuple[Engine, Tokenizer]]:
     """Load a model, compile its programs and yield (engine, tokenizer); the engine is closed at the end.
+
+    early: as for `Engine`: yield before all buckets are compiled.
 
     The device is chosen first: it must be settled before anything touches JAX, and a missing one is better said before
     minutes of loading.
@@ -74,7 +82,7 @@ def open_engine(
         model = load_model(path, kv_quant=kv_quant, dtype=dtype, progress=progress)
     note(f"{model.config.name} on {platform}, {dtype}")
     with program_progress() as on_program:
-        engine = Engine(model, config=config, on_plan=lambda plan: note(describe_plan(plan)), on_program=on_program)
+        engine = Engine(model, config=config, on_plan=lambda plan: note(describe_plan(plan)), on_program=on_program, early=early)
     try:
         yield engine, model.tokenizer
     finally:

@@ -12,9 +12,10 @@ from ds4jax.text.vocabulary import Vocabulary
 
 # Every kind of layer in a few megabytes: without compression, ratios 4 and 128, experts by token id and by score.
 TINY = replace(
-    FLASH, name="ds4jax tiny", n_layer=5, n_embd=256, n_vocab=640, n_head=4, head_dim=96, n_rot=32, q_lora_rank=64, o_lora_rank=64,
-    n_out_group=2, n_window=64, compress_ratios=(0, 0, 4, 128, 4), n_index_head=8, index_top_k=32, n_expert=6, n_expert_used=2, n_ff=256,
-    swiglu_clamp=(10.0,) * 5, swiglu_clamp_shared=(10.0,) * 5,
+    FLASH, name="ds4jax tiny", n_layer=6, n_embd=256, n_vocab=640, n_head=4, head_dim=96, n_rot=32, q_lora_rank=64, o_lora_rank=64,
+    n_out_group=2, n_window=64, compress_ratios=(0, 0, 4, 128, 4, 128), n_hash_layer=2, n_index_head=8,
+    index_top_k=32, n_expert=6, n_expert_used=2, n_ff=256,
+    swiglu_clamp=(10.0,) * 6, swiglu_clamp_shared=(10.0,) * 6,
 )  # fmt: skip
 
 PRESETS = {"tiny": TINY, "flash": FLASH, "pro": PRO}

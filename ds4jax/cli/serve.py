@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -61,10 +62,16 @@ def serve(
     wanted, gpu_id = choose_backend(backend, cpu, cuda, gpu)
 
     console.log_to_stderr()
-    with open_engine(choice.path, engine_settings, wanted, gpu_id, numerics) as (engine, tokenizer):
+    with open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=True) as (engine, tokenizer):
         from ds4jax.serving.http.serve import run
 
         run(engine, tokenizer, server_settings, on_ready=lambda url: announce(url, choice.model_id))
+        compiling = engine.compiling
+    if compiling:
+        # A compilation cannot be interrupted, and an orderly exit would wait for it; nothing else is left to do or to save.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def announce(url: str, model_id: str) -> None:

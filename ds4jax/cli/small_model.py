@@ -17,7 +17,7 @@ def default_model() -> Path:
 
     Its weights are random: it starts at once on any machine and writes nonsense.
     """
-    path = cache_dir() / "tiny-q8-v1.gguf"  # the version changes when the file's content does
+    path = cache_dir() / "tiny-q8-v2.gguf"  # the version changes when the file's content does
     if not path.exists():
         from ds4jax.cli.presets import TINY, vocabulary_of
         from ds4jax.model.gguf.writer import write_synthetic

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,8 @@ class Attention(nnx.Module):
             else:
                 u, z = (a.reshape(-1, t, a.shape[-1]) for a in (u, z))
                 window, rows = compressor.chunk(window, rows, at.comp, span.slot, span.start, span.n, u, z)
-            cache = dataclasses.replace(cache, **{window_name: window, rows_name: rows})
+            changed: dict[str, Any] = {window_name: window, rows_name: rows}
+            cache = dataclasses.replace(cache, **changed)
         return cache
 
     def _absorb_compressed(

@@ -112,7 +112,8 @@ class KVCache:
     """Every slot's state.
 
     position: tokens in the slot so far, int32 [S]. next_token: what the last step sampled for the slot, int32 [S].
-    raw: attention rows, ring of W. comp4, comp128: compressed attention rows. index: indexer keys. win4, win128, win_index: unfinished windows.
+    raw: attention rows, ring of W. comp4, comp128: compressed attention rows. index: indexer keys.
+    win4, win128, win_index: unfinished windows.
     Layers of a kind are numbered in their own order (`transformer.LayerIndex`).
     """
 

@@ -14,8 +14,8 @@ from ds4jax.config import ModelConfig
 from ds4jax.model.cache import Rows, Window
 from ds4jax.model.norm import rms_norm
 from ds4jax.model.quant import matmul
-from ds4jax.model.rounding import hadamard
 from ds4jax.model.rope import frequencies, rotate
+from ds4jax.model.rounding import hadamard
 from ds4jax.model.weights import Take
 
 
@@ -57,7 +57,9 @@ class Compressor(nnx.Module):
         row = rotate(row, entry * self.ratio, frequencies(self.config, compressed=True))
         return hadamard(row) if self.with_hadamard else row
 
-    def step(self, window: Window, rows: Rows, layer: jax.Array, slot: jax.Array, position: jax.Array, u: jax.Array, z: jax.Array) -> tuple[Window, Rows]:
+    def step(
+        self, window: Window, rows: Rows, layer: jax.Array, slot: jax.Array, position: jax.Array, u: jax.Array, z: jax.Array
+    ) -> tuple[Window, Rows]:
         """Take one token of each row; append the pooled row where its window closes.
 
         Args:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ds4jax import config as configs
@@ -69,7 +68,9 @@ class Model:
         return np.concatenate(out)
 
 
-def _all_logits(flat: FlatModel, spec: ModelSpec, leaves: Sequence[jax.Array], cache: KVCache, batch: PrefillBatch) -> tuple[jax.Array, KVCache]:
+def _all_logits(
+    flat: FlatModel, spec: ModelSpec, leaves: Sequence[jax.Array], cache: KVCache, batch: PrefillBatch
+) -> tuple[jax.Array, KVCache]:
     return prefill_all_logits(flat.merge(leaves), cache, batch, spec.compute)
 
 
@@ -123,4 +124,4 @@ def load_model(path: str | Path, kv_quant: str = "ds4", dtype: str | None = None
 
 def default_dtype() -> str:
     """Return the type to compute in on this machine's device."""
-    return "float32" if jnp.zeros(()).device.platform == "cpu" else "bfloat16"
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -10,6 +10,7 @@ from ds4jax.config import ModelConfig
 from ds4jax.model.quant import expert_matmul, matmul, route
 from ds4jax.model.weights import Take
 
+
 class Experts(nnx.Param):
     """Weights of all routed experts, [n, E, ...] in a stack of n layers. They stay whole where other leaves are cut to a
     layer: their product picks layer and expert together, so nobody copies the experts of a layer to use a few."""

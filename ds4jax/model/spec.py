@@ -38,9 +38,10 @@ class ModelSpec:
             raise ConfigError(f"kv_quant: got {self.kv_quant!r}, expected one of {KV_QUANTS}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: got {self.dtype!r}, expected one of {DTYPES}")
+        plain = self.config.head_dim - self.config.n_rot
         if self.kv_quant == "ds4" and not fits_ds4_rows(self.config):
             raise ConfigError(
-                f"kv_quant='ds4' stores rows in blocks of {FP8_BLOCK}, but this model has {self.config.head_dim - self.config.n_rot} plain channels and "
+                f"kv_quant='ds4' stores rows in blocks of {FP8_BLOCK}, but this model has {plain} plain channels and "
                 f"an indexer of {self.config.index_dim}; load it with kv_quant='none'"
             )
 

@@ -35,7 +35,12 @@ class Block(nnx.Module):
         self.hc_ffn = HyperConnection(config, take, "hc_ffn")
         self.ffn_norm = nnx.Param(take.vector("ffn_norm.weight", config.n_embd))
         self.ffn = MoE(
-            config, take, "", hashed=layer < config.n_hash_layer, clamp=config.swiglu_clamp[layer], clamp_shared=config.swiglu_clamp_shared[layer]
+            config,
+            take,
+            "",
+            hashed=layer < config.n_hash_layer,
+            clamp=config.swiglu_clamp[layer],
+            clamp_shared=config.swiglu_clamp_shared[layer],
         )
 
     def __call__(
@@ -66,7 +71,8 @@ class Stack(nnx.Module):
     def __call__(self, x: jax.Array, token: jax.Array, cache: KVCache, span: Span, dtype: jnp.dtype) -> tuple[jax.Array, KVCache]:
         """Run all layers of the stack on streams x [M, H, D]."""
         ratios, first, period = self.config.compress_ratios, self.plan.first, self.plan.period
-        graph, experts, rest = nnx.split(self.blocks, Experts, ...)
+        graph, *states = nnx.split(self.blocks, Experts, ...)
+        experts, rest = states
 
         def body(carry: tuple[jax.Array, KVCache], i: Any) -> tuple[tuple[jax.Array, KVCache], None]:
             x, cache = carry

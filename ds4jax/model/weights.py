@@ -90,7 +90,13 @@ def plan_stacks(config: ModelConfig, kinds: Mapping[str, str]) -> tuple[StackPla
         if head == "blk" and number.isdigit() and int(number) < config.n_layer and suffix != "exp_probs_b.bias":
             by_layer[int(number)][suffix] = kind
     signature = [
-        (config.compress_ratios[n], n < config.n_hash_layer, config.swiglu_clamp[n], config.swiglu_clamp_shared[n], sorted(by_layer[n].items()))
+        (
+            config.compress_ratios[n],
+            n < config.n_hash_layer,
+            config.swiglu_clamp[n],
+            config.swiglu_clamp_shared[n],
+            sorted(by_layer[n].items()),
+        )
         for n in range(config.n_layer)
     ]
     plans: list[StackPlan] = []

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +28,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     @contextmanager
-    def open_engine(path: Path | None, config: EngineConfig, *device: Any) -> Iterator[tuple[str, str]]:
+    def open_engine(path: Path | None, config: EngineConfig, *device: Any, early: bool) -> Iterator[tuple[Any, str]]:
+        assert early
         seen.update(path=path, engine=config, device=device)
-        yield "engine", "tokenizer"
+        yield SimpleNamespace(compiling=False), "tokenizer"
 
-    def run_server(engine: str, tokenizer: str, config: ServerConfig, *, on_ready: Any) -> None:
+    def run_server(engine: Any, tokenizer: str, config: ServerConfig, *, on_ready: Any) -> None:
         seen.update(server=config)
         on_ready("http://127.0.0.1:8080")
 
@@ -120,6 +122,7 @@ class TestFiles:
         assert "not a readable GGUF file" in result.output
 
     def test_the_default_model_is_made_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("DS4JAX_CACHE_DIR", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         path = default_model()
         assert path.is_relative_to(tmp_path) and path.stat().st_size < 16 << 20

@@ -76,7 +76,7 @@ def test_the_metadata_gives_the_shape_back(written: tuple[str, gguf.GGUFReader])
     assert got == replace(TINY, rms_eps=float(eps), hc_eps=float(eps))
 
 
-@pytest.mark.parametrize("config", [TINY, FLASH, PRO, replace(TINY, swiglu_clamp_shared=(7.0,) * 5)], ids=["tiny", "flash", "pro", "clamp"])
+@pytest.mark.parametrize("config", [TINY, FLASH, PRO, replace(TINY, swiglu_clamp_shared=(7.0,) * 6)], ids=["tiny", "flash", "pro", "clamp"])
 def test_metadata_round_trip(config: ModelConfig) -> None:
     assert ModelConfig.from_metadata(to_metadata(config)) == config
 
@@ -155,8 +155,8 @@ def test_impossible_files_are_refused_before_anything_is_written(tmp_path: Path,
 def test_presets() -> None:
     assert shape_of("flash", 4).compress_ratios == (0, 0, 4, 128)
     assert shape_of("flash", 4).name != FLASH.name, "it would be refused as a Flash file of the wrong shape"
-    with pytest.raises(ConfigError, match="1 to 5"):
-        shape_of("tiny", 6)
+    with pytest.raises(ConfigError, match="1 to 6"):
+        shape_of("tiny", 7)
     with pytest.raises(ConfigError, match="tiny, flash, pro"):
         shape_of("small")
 

@@ -39,10 +39,14 @@ def check_binding(file: GGUFFile, spec: ModelSpec) -> None:
     source = _CheckingSource(file)
     build(spec, source)
     left = [name for name in file.tensors if name not in set(source.asked) and not _may_be_ignored(name, spec)]
-    problems = [f"missing from the file: {name}" for name in source.missing] + source.wrong + [f"not part of the model: {name}" for name in left]
+    problems = (
+        [f"missing from the file: {name}" for name in source.missing] + source.wrong + [f"not part of the model: {name}" for name in left]
+    )
     if problems:
         shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        raise BindingError(f"{file.path}: tensors and model do not match ({spec.config.name}, {spec.config.n_layer} layers):\n  " + "\n  ".join(shown))
+        raise BindingError(
+            f"{file.path}: tensors and model do not match ({spec.config.name}, {spec.config.n_layer} layers):\n  " + "\n  ".join(shown)
+        )
 
 
 def _may_be_ignored(name: str, spec: ModelSpec) -> bool:

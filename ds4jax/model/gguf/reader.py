@@ -42,11 +42,15 @@ class GGUFFile:
         try:
             self._reader = gguf.GGUFReader(self.path)
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError) as error:
-            raise ModelFileError(f"{path}: not a readable GGUF file ({error or type(error).__name__}). Is the download complete?") from error
+            raise ModelFileError(
+                f"{path}: not a readable GGUF file ({error or type(error).__name__}). Is the download complete?"
+            ) from error
         size = self.path.stat().st_size
         for t in self._reader.tensors:
             if int(t.data_offset) + int(t.n_bytes) > size:
-                raise ModelFileError(f"{path}: truncated: tensor {t.name} ends at byte {int(t.data_offset) + int(t.n_bytes)}, the file has {size}")
+                raise ModelFileError(
+                    f"{path}: truncated: tensor {t.name} ends at byte {int(t.data_offset) + int(t.n_bytes)}, the file has {size}"
+                )
 
     @cached_property
     def metadata(self) -> dict[str, Any]:

@@ -21,7 +21,11 @@ from ds4jax.text.stream import Utf8Decoder
 def engine_shapes(spec: ModelSpec, config: EngineConfig) -> Shapes:
     """List what an engine of this configuration compiles."""
     return Shapes(
-        spec, config.slots, config.ctx, row_buckets(config.slots), chunk_buckets(config.ctx, config.prefill_quantum, config.mixed_prefill_quantum)
+        spec,
+        config.slots,
+        config.ctx,
+        row_buckets(config.slots),
+        chunk_buckets(config.ctx, config.prefill_quantum, config.mixed_prefill_quantum),
     )
 
 
@@ -42,6 +46,7 @@ class Engine(loop.Engine):
         ctx: tokens a slot holds.
         coalesce_us: longest wait from the first pending row to a launch.
         config: all of the above and the rest at once, instead of them.
+        early: be ready as soon as the programs that suffice are, and compile the other buckets beside the serving.
         on_plan, on_program: called with the memory plan, and with each program as it is compiled or found on disk.
 
     Raises:
@@ -60,6 +65,7 @@ class Engine(loop.Engine):
         config: EngineConfig | None = None,
         on_plan: Callable[[MemoryPlan], None] | None = None,
         on_program: Callable[[Program], None] | None = None,
+        early: bool = False,
     ) -> None:
         config = config or EngineConfig(slots=slots, ctx=ctx, coalesce_us=coalesce_us)
         shapes = engine_shapes(model.spec, config)
@@ -68,8 +74,18 @@ class Engine(loop.Engine):
             on_plan(plan)
         require_fit(plan, model.spec)
         self.model = model
-        self.runner = Runner(model, shapes, ProgramStore(program_directory()), on_program)
+        self.runner = Runner(model, shapes, ProgramStore(program_directory()), on_program, early=early)
         super().__init__(self.runner, config)
+
+    @property
+    def compiling(self) -> bool:
+        """Whether programs are still being compiled beside the serving."""
+        return self.runner.compiling
+
+    def close(self) -> None:
+        """End all requests and sessions, and stop."""
+        super().close()
+        self.runner.close()
 
     def generate(
         self,

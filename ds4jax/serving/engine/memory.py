@@ -72,13 +72,16 @@ def require_fit(plan: MemoryPlan, spec: ModelSpec) -> None:
     if plan.most_slots:
         advice = f"--batched-session {plan.most_slots} would fit at this context"
     n_ctx = plan.n_ctx
-    while n_ctx > 256 and plan.weight_bytes + plan.scratch_bytes + plan.n_slot * slot_nbytes(spec, n_ctx) > plan.available_bytes * (1 - HEADROOM):
+    while n_ctx > 256 and plan.weight_bytes + plan.scratch_bytes + plan.n_slot * slot_nbytes(spec, n_ctx) > plan.available_bytes * (
+        1 - HEADROOM
+    ):
         n_ctx //= 2
     if n_ctx < plan.n_ctx and n_ctx > 256:
         advice += f", or --ctx {n_ctx} with these slots"
     raise MemoryPlanError(
         f"{plan.n_slot} slots of {plan.n_ctx} tokens need {plan.total_bytes / gib:.2f} GiB (weights {plan.weight_bytes / gib:.2f}, cache "
-        f"{plan.cache_bytes / gib:.2f}, scratch {plan.scratch_bytes / gib:.2f}), the device has {plan.available_bytes / gib:.2f} GiB: {advice}."
+        f"{plan.cache_bytes / gib:.2f}, scratch {plan.scratch_bytes / gib:.2f}), "
+        f"the device has {plan.available_bytes / gib:.2f} GiB: {advice}."
     )
 
 
@@ -106,7 +109,7 @@ def _nbytes(leaves: Any) -> int:
 
 
 def _scratch_nbytes(spec: ModelSpec, n_token: int) -> int:
-    """Estimate the temporaries of the widest step: streams, queries and expert activations of its tokens, and decoded weights of a layer's largest matrix."""
+    """Estimate the temporaries of the widest step: streams, queries and expert activations, and the largest matrix decoded."""
     c = spec.config
     a_token = 3 * c.n_hc * c.n_embd + 3 * c.n_head * c.head_dim + 4 * c.n_expert_used * (c.n_ff + c.n_embd)
     widest = max(c.n_head * c.head_dim * c.q_lora_rank, c.n_out_group * c.o_lora_rank * c.n_embd, c.n_vocab * c.n_embd)

@@ -52,7 +52,8 @@ class Shapes:
 
     def abstract_cache(self) -> KVCache:
         """Return the cache as shapes."""
-        return jax.eval_shape(partial(init_cache, self.spec.config, self.n_slot, self.n_ctx, self.spec.kv_quant, self.spec.dtype))
+        cache: KVCache = jax.eval_shape(partial(init_cache, self.spec.config, self.n_slot, self.n_ctx, self.spec.kv_quant, self.spec.dtype))
+        return cache
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _clear(tree: Any, cache_leaves: Sequence[Any], slot: jax.Array) -> Any:
 
 
 def lower(shapes: Shapes, key: Key) -> Any:
-    """Trace and lower one program from shapes alone. All arguments and results are flat tuples, so stored programs hold no types of ours."""
+    """Trace and lower one program from shapes alone. Arguments and results are flat tuples: a stored program holds no types of ours."""
     cache_leaves, tree = jax.tree.flatten(shapes.abstract_cache())
     kind, n = key
     if kind == "clear":
@@ -166,10 +167,20 @@ class ProgramStore:
         return len(data)
 
 
-def compile_all(shapes: Shapes, store: ProgramStore, workers: int | None = None) -> Iterator[Program]:
-    """Get every program, several at a time; yields each as it is ready, in the order of `shapes.keys`."""
-    with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1), thread_name_prefix="compile") as pool:
-        yield from pool.map(partial(store.get, shapes), shapes.keys)
+def compile_all(shapes: Shapes, store: ProgramStore, keys: Sequence[Key] | None = None) -> Iterator[Program]:
+    """Get programs (all of them, or those named), several at a time; yields each as it is ready, in order."""
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="compile") as pool:
+        yield from pool.map(partial(store.get, shapes), shapes.keys if keys is None else keys)
+
+
+def needed_first(shapes: Shapes, store: ProgramStore) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    """Split the programs into those that an engine cannot start without, or has on disk, and the others.
+
+    Padding makes the largest row bucket and one chunk length enough for any traffic; the other buckets only waste less.
+    """
+    enough = {("clear", 0), ("prefill", shapes.prefill_buckets[0]), ("decode", shapes.decode_buckets[-1])}
+    first = tuple(key for key in shapes.keys if key in enough or store.has(shapes, key))
+    return first, tuple(key for key in shapes.keys if key not in first)
 
 
 def _is_storable() -> bool:
@@ -178,7 +189,7 @@ def _is_storable() -> bool:
     A CPU program that JAX took from its own compilation cache serialises without its code: it loads, and fails when it runs. JAX does
     not say which programs come from there, so while that cache is on it alone keeps them.
     """
-    return not (jax.config.jax_compilation_cache_dir and jax.devices()[0].platform == "cpu")
+    return not (jax.config.values["jax_compilation_cache_dir"] and jax.devices()[0].platform == "cpu")
 
 
 def _scratch(executable: Any) -> int:

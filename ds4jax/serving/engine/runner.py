@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import SamplingParams
 from ds4jax.serving.engine.buckets import nearest
 from ds4jax.serving.engine.device import DeviceStepError, Row
-from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all
+from ds4jax.serving.engine.log import logger
+from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all, needed_first
 
 
 class DeviceCache:
@@ -46,7 +48,7 @@ class Step:
 
     def tokens(self) -> list[int]:
         """Wait for the sampled tokens; UNUSABLE (-1) where a row's logits were."""
-        return self._read(self._tokens).tolist()
+        return [int(token) for token in self._read(self._tokens)]
 
     def logits(self) -> np.ndarray:
         """Wait for the logits: float32 [live rows, V]."""
@@ -60,19 +62,39 @@ class Step:
 
 
 class Runner:
-    """Slots and programs of one model on one device."""
+    """Slots and programs of one model on one device.
 
-    def __init__(self, model: Model, shapes: Shapes, store: ProgramStore, on_program: Callable[[Program], None] | None = None) -> None:
+    early: start with the programs that suffice for any traffic and compile the others beside the serving; each joins the buckets
+    when it is ready. on_program: called with every program, from a compiling thread for those that come later.
+    """
+
+    def __init__(
+        self, model: Model, shapes: Shapes, store: ProgramStore, on_program: Callable[[Program], None] | None = None, *, early: bool = False
+    ) -> None:
         self.model, self.shapes = model, shapes
-        self._store = store
+        self._store, self._on_program = store, on_program
         self.programs: dict[Key, Program] = {}
-        for program in compile_all(shapes, store):
-            self.programs[program.key] = program
-            if on_program:
-                on_program(program)
+        self._decode_buckets: tuple[int, ...] = ()
+        self._prefill_buckets: tuple[int, ...] = ()
+        first, later = needed_first(shapes, store) if early else (shapes.keys, ())
+        for program in compile_all(shapes, store, first):
+            self._adopt(program)
         self.compile_misses = 0
         self._cache = self._new_cache()
         self._warm_up()
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._later = [self._compiler.submit(self._store.get, shapes, key) for key in later]
+        for future in self._later:
+            future.add_done_callback(self._adopt_later)
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a program is still being compiled."""
+        return any(not future.done() for future in self._later)
+
+    def close(self) -> None:
+        """Compile nothing more; a program that is being compiled is still finished."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ shape
     @property
@@ -87,13 +109,13 @@ class Runner:
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
-        """Row counts of the decode programs."""
-        return self.shapes.decode_buckets
+        """Row counts of the decode programs that are ready."""
+        return self._decode_buckets
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Chunk lengths of the prefill programs."""
-        return self.shapes.prefill_buckets
+        """Chunk lengths of the prefill programs that are ready."""
+        return self._prefill_buckets
 
     # ------------------------------------------------------------------ steps
     def decode(self, rows: Sequence[Row]) -> Step:
@@ -126,6 +148,22 @@ class Runner:
         # Starts the copy now: by the time the tokens are asked for they are usually here.
         tokens.copy_to_host_async()
         return Step(self, tokens, logits, n_row)
+
+    def _adopt(self, program: Program) -> None:
+        """Let a program join. Assignments only, the buckets last: the engine's thread may read them at any moment."""
+        self.programs[program.key] = program
+        self._decode_buckets = tuple(n for n in self.shapes.decode_buckets if ("decode", n) in self.programs)
+        self._prefill_buckets = tuple(n for n in self.shapes.prefill_buckets if ("prefill", n) in self.programs)
+        if self._on_program:
+            self._on_program(program)
+
+    def _adopt_later(self, future: Future[Program]) -> None:
+        if future.cancelled():
+            return
+        if error := future.exception():
+            logger.warning("a program could not be compiled; its bucket stays out: %s", str(error).splitlines()[0])
+        else:
+            self._adopt(future.result())
 
     def _program(self, key: Key) -> Program:
         if key not in self.programs:
