@@ -1,0 +1,206 @@
+"""The runner's promises about rows: who writes where, what a row's result depends on, and that nothing is compiled twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+import pytest
+
+from ds4jax import Engine
+from ds4jax.errors import StaleCacheError
+from ds4jax.model.cache import KVCache, copy_slot, export_slot, import_slot
+from ds4jax.serving.engine import batch
+from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.device import Row
+from ds4jax.serving.engine.local import program_directory
+from ds4jax.serving.engine.programs import Program, ProgramStore
+from ds4jax.serving.engine.runner import DeviceCache, Runner
+from tests.model.oracle import SMOOTH, TOLERANCE
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+TOKENS = SMOOTH.run(600).tokens
+
+
+@pytest.fixture(scope="module")
+def loaded(engines: Callable[[str], Engine]) -> Iterator[tuple[Runner, list[Program]]]:
+    """A second runner of the shapes that the engine of the set has compiled."""
+    first = engines(SMOOTH.name).runner
+    found: list[Program] = []
+    yield Runner(first.model, first.shapes, ProgramStore(program_directory()), found.append), found
+
+
+@pytest.fixture
+def runner(loaded: tuple[Runner, list[Program]]) -> Runner:
+    """A runner whose slot s holds the first 20 + 9 s tokens, each slot from another place in the sequence."""
+    runner = loaded[0]
+    for slot in range(runner.n_slots):
+        runner.clear(slot)
+        feed(runner, slot, TOKENS[slot : 20 + 10 * slot])
+    return runner
+
+
+def feed(runner: Runner, slot: int, tokens: Sequence[int]) -> np.ndarray:
+    """Prefill a slot in chunks; the last logits [V]."""
+    size = runner.prefill_buckets[-1]
+    for first in range(0, len(tokens), size):
+        step = runner.prefill(slot, tokens[first : first + size], GREEDY)
+    return step.logits()[0]
+
+
+def snapshot(runner: Runner) -> KVCache:
+    """Copy the cache to the host, and leave it in place."""
+    leaves = runner._cache.take("snapshot")
+    host = [np.array(leaf) for leaf in leaves]
+    runner._cache = DeviceCache(leaves)
+    return jax.tree.unflatten(jax.tree.structure(runner.shapes.abstract_cache()), host)
+
+
+def restore(runner: Runner, cache: KVCache) -> None:
+    runner._cache = DeviceCache(tuple(jax.device_put(jax.tree.leaves(cache), may_alias=False)))
+
+
+def same_bits(a: KVCache, b: KVCache) -> bool:
+    return all(np.array(x).tobytes() == np.array(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def changed_slots(before: KVCache, after: KVCache) -> set[int]:
+    return {s for s in range(before.n_slot) if not same_bits(export_slot(before, s), export_slot(after, s))}
+
+
+# ---------------------------------------------------------------- rows nobody uses
+@pytest.mark.parametrize("slots", [[7], [3, 12, 9], [15, 0, 1, 2, 3, 4, 5, 6, 8]])
+def test_a_decode_step_changes_the_slots_of_its_rows_alone(runner: Runner, slots: list[int]) -> None:
+    before = snapshot(runner)
+    runner.decode([Row(s, 5, GREEDY) for s in slots]).tokens()
+    assert changed_slots(before, snapshot(runner)) == set(slots)
+
+
+def test_a_prefill_step_changes_its_slot_alone_and_no_row_past_its_tokens(runner: Runner) -> None:
+    before = snapshot(runner)
+    runner.prefill(6, TOKENS[:5], GREEDY).tokens()
+    after = snapshot(runner)
+    assert changed_slots(before, after) == {6}
+    assert after.position[6] == before.position[6] + 5
+    ring, n = np.asarray(after.raw.parts["x"][:, 6]), before.raw.n_row
+    touched = {r for r in range(n) if (ring[:, r] != np.asarray(before.raw.parts["x"][:, 6, r])).any()}
+    assert touched == {int(before.position[6] + i) % n for i in range(5)}
+
+
+# ---------------------------------------------------------------- row independence
+@pytest.mark.parametrize("bucket", [4, 16])
+def test_logits_are_bit_equal_whatever_the_index_and_the_neighbours(runner: Runner, bucket: int) -> None:
+    start = snapshot(runner)
+    others = [s for s in range(runner.n_slots) if s != 5]
+    seen = []
+    for index, neighbours in ((0, others[: bucket - 2]), (2, others[2 : bucket + 1]), (bucket // 2, others[::-1][: bucket // 2])):
+        restore(runner, start)
+        slots = [*neighbours[:index], 5, *neighbours[index:]]
+        assert bucket // 2 < len(slots) <= bucket
+        step = runner.decode([Row(s, TOKENS[100] if s == 5 else s + 1, GREEDY) for s in slots])
+        seen.append(step.logits()[slots.index(5)])
+    assert seen[0].tobytes() == seen[1].tobytes() == seen[2].tobytes()
+
+
+def test_buckets_agree_within_the_tolerance(runner: Runner) -> None:
+    start, seen = snapshot(runner), []
+    for n in (1, 2, 3, 5, 16):
+        restore(runner, start)
+        rows = [Row(s, 9, GREEDY) for s in (5, *(s for s in range(16) if s != 5))][:n]
+        seen.append(runner.decode(rows).logits()[0])
+    assert max(np.abs(a - seen[0]).max() for a in seen) <= TOLERANCE
+    assert len({int(a.argmax()) for a in seen}) == 1
+
+
+def test_a_step_is_pure(runner: Runner) -> None:
+    start, weights = snapshot(runner), [np.array(leaf).tobytes() for leaf in runner.model.flat.leaves]
+    results = []
+    for _ in range(2):
+        restore(runner, start)
+        step = runner.decode([Row(2, 3, GREEDY), Row(4, 3, GREEDY), Row(11, 8, GREEDY)])
+        results.append((step.logits().tobytes(), snapshot(runner)))
+    assert results[0][0] == results[1][0] and same_bits(results[0][1], results[1][1])
+    assert [np.array(leaf).tobytes() for leaf in runner.model.flat.leaves] == weights
+
+
+# ---------------------------------------------------------------- slots as things
+def test_a_copied_or_moved_slot_continues_bit_for_bit(runner: Runner) -> None:
+    cache = snapshot(runner)
+    cache = copy_slot(jax.tree.map(jax.numpy.asarray, cache), 8, 1)
+    cache = import_slot(cache, export_slot(cache, 8), 13)
+    restore(runner, cache)
+    for _ in range(6):  # across the end of a window of 4
+        logits = runner.decode([Row(s, 17, GREEDY) for s in (8, 1, 13)]).logits()
+        assert logits[0].tobytes() == logits[1].tobytes() == logits[2].tobytes()
+    after = snapshot(runner)
+    assert same_bits(export_slot(after, 8), export_slot(after, 1)) and same_bits(export_slot(after, 8), export_slot(after, 13))
+
+
+def test_a_cleared_slot_is_as_new(runner: Runner) -> None:
+    runner.clear(9)
+    after = feed(runner, 9, TOKENS[:50])
+    runner.clear(2)
+    assert feed(runner, 2, TOKENS[:50]).tobytes() == after.tobytes()
+    assert same_bits(export_slot(snapshot(runner), 9), export_slot(snapshot(runner), 2))
+
+
+# ---------------------------------------------------------------- programs
+def test_a_second_start_compiles_nothing(loaded: tuple[Runner, list[Program]]) -> None:
+    runner, found = loaded
+    assert [p.key for p in found] == list(runner.shapes.keys)
+    assert all(p.from_disk for p in found) and runner.compile_misses == 0
+
+
+def test_a_damaged_stored_program_is_compiled_again(loaded: tuple[Runner, list[Program]], tmp_path: object) -> None:
+    store = ProgramStore(tmp_path)  # type: ignore[arg-type]
+    shapes = loaded[0].shapes
+    first = store.get(shapes, ("clear", 0))
+    store.path(shapes, ("clear", 0)).write_bytes(b"rubbish")  # type: ignore[union-attr]
+    second, third = store.get(shapes, ("clear", 0)), store.get(shapes, ("clear", 0))
+    assert [first.from_disk, second.from_disk, third.from_disk] == [False, False, True]
+
+
+def test_warm_up_and_real_steps_share_their_constructor(loaded: tuple[Runner, list[Program]], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = loaded[0]
+    made: list[tuple[str, tuple[int, ...], str]] = []
+
+    def spy(name: str, make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def control(*args: object) -> np.ndarray:
+            result = make(*args)
+            made.append((name, result.shape, str(result.dtype)))
+            return result
+
+        return control
+
+    for name in ("decode_control", "prefill_control"):
+        monkeypatch.setattr(batch, name, spy(name, getattr(batch, name)))
+    runner._warm_up()
+    warm = set(made)
+    made.clear()
+    assert len(warm) == len(runner.decode_buckets) + len(runner.prefill_buckets)
+    for n in range(1, 17):
+        runner.decode([Row(s, 1, GREEDY) for s in range(n)]).tokens()
+    for n in (1, 16, 17, 64):
+        runner.prefill(0, TOKENS[:n], GREEDY).tokens()
+    assert set(made) <= warm
+
+
+def test_a_consumed_cache_says_which_step_has_it() -> None:
+    cache = DeviceCache((jax.numpy.zeros(3),))
+    cache.take("decode[4]")
+    with pytest.raises(StaleCacheError, match=r"consumed by decode\[4\]"):
+        cache.take("prefill[64]")
+
+
+def test_a_step_that_fails_midway_leaves_no_cache_to_misuse(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = runner.programs["decode", 1]
+
+    def nested(*args: object) -> object:
+        runner.clear(0)  # while decode[1] holds the cache
+        return program.executable(*args)
+
+    monkeypatch.setitem(runner.programs, ("decode", 1), dataclasses.replace(program, executable=nested))
+    with pytest.raises(Exception, match=r"consumed by decode\[1\]"):
+        runner.decode([Row(0, 1, GREEDY)])
