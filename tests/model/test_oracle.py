@@ -12,9 +12,8 @@ from tests.model.oracle import LENGTHS, SETS, SMOOTH, AllLogits, assert_exact
 @pytest.fixture(scope="module")
 def programs(request: pytest.FixtureRequest) -> dict[str, AllLogits]:
     """Compile the programs of all sets that are asked for, on all cores."""
-    names = sorted(
-        {item.callspec.params["name"] for item in request.session.items if "name" in getattr(getattr(item, "callspec", None), "params", ())}
-    )
+    mine = (item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module)
+    names = sorted({item.callspec.params["name"] for item in mine})
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(names, pool.map(lambda name: AllLogits(SETS[name].load()), names), strict=True))
 
