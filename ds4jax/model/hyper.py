@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
+from ds4jax.model.kernels import sinkhorn as kernels
 from ds4jax.model.norm import rms_norm
 from ds4jax.model.quant import matmul
 from ds4jax.model.weights import Take
@@ -40,7 +41,7 @@ class HyperConnection(nnx.Module):
         scale, base = self.scale.get_value(), self.base.get_value()[None, :]
         pre = jax.nn.sigmoid(mix[:, :h] * scale[0] + base[:, :h]) + eps
         post = 2 * jax.nn.sigmoid(mix[:, h : 2 * h] * scale[1] + base[:, h : 2 * h])
-        comb = sinkhorn((mix[:, 2 * h :] * scale[2] + base[:, 2 * h :]).reshape(-1, h, h), self.config.hc_sinkhorn_iters, eps)
+        comb = doubly_stochastic((mix[:, 2 * h :] * scale[2] + base[:, 2 * h :]).reshape(-1, h, h), self.config.hc_sinkhorn_iters, eps)
         return weighted_sum(pre, x), post, comb  # of the streams as they are, not the normalised ones
 
     @staticmethod
@@ -64,6 +65,13 @@ def weighted_sum(weight: jax.Array, x: jax.Array) -> jax.Array:
     Written as H products and sums: elementwise code fuses and vectorises where a reduction over so short an axis does not.
     """
     return sum((weight[:, h, None] * x[:, h] for h in range(1, x.shape[1])), weight[:, 0, None] * x[:, 0])
+
+
+def doubly_stochastic(z: jax.Array, n_iter: int, eps: float) -> jax.Array:
+    """Compute `sinkhorn` the way that suits the device."""
+    if jax.default_backend() == "gpu" and kernels.fits(z.shape[1]):
+        return kernels.sinkhorn(z, n_iter, eps)
+    return sinkhorn(z, n_iter, eps)
 
 
 def sinkhorn(z: jax.Array, n_iter: int, eps: float) -> jax.Array:
