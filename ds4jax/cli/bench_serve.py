@@ -95,11 +95,13 @@ def _server(url: str | None, model: Path | None, slots: int, ctx: int) -> Iterat
     if url is not None:
         yield url
         return
-    command = [sys.executable, "-m", "ds4jax.cli", "serve", "--port", "0", "--batched-session", str(slots), "--ctx", str(ctx)]
-    command += ["--model", str(model)] if model else []
+    engine = ["--batched-session", str(slots), "--ctx", str(ctx), *(["--model", str(model)] if model else [])]
+    command = [sys.executable, "-m", "ds4jax.cli", "serve", "--port", "0", *engine]
     with tempfile.TemporaryDirectory(prefix="ds4jax-bench-") as folder:
         log = Path(folder) / "server.log"
         with log.open("wb") as stderr:
+            # All buckets must be there: a server that still compiles some of them would be measured with the others.
+            subprocess.run([sys.executable, "-m", "ds4jax.cli", "precompile", *engine], stdout=subprocess.DEVNULL, stderr=stderr)
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
         try:
             address = _wait_for_address(process, log)
