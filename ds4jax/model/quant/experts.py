@@ -14,9 +14,9 @@ from ds4jax.model.quant.formats import dequantize
 from ds4jax.model.quant.matmul import dot
 from ds4jax.model.quant.qtensor import QTensor, take_layer
 
-# Up to so many pairs an expanded matrix is held for each; at the size of DeepSeek V4 Flash that is half a gigabyte of float32.
-FEW_PAIRS = 16
-MANY_PAIRS = 512  # up to here an accelerator expands an expert for each pair, in turns
+FEW_PAIRS = 4  # up to here a CPU expands an expert for each pair; beyond, decoding a shared expert once is faster
+PAIRS_A_TURN = 16  # what an accelerator expands at a time; at the size of DeepSeek V4 Flash a quarter of a gigabyte of bfloat16
+MANY_PAIRS = 512  # up to here an accelerator takes turns
 
 
 @partial(
@@ -69,13 +69,13 @@ def expert_matmul(
     """Multiply each row of x [P, K] by its expert's matrix: [P, N] in `out_dtype` (default: x.dtype), accumulated in float32.
 
     w: [E, N, K], or [L, E, N, K] with a layer index (may be traced). Only the chosen experts are read, never a layer's experts;
-    [P, N, K] exists for up to FEW_PAIRS pairs. A row's result depends on that row and its expert alone, bit for bit at a given P.
+    [P, N, K] exists for a few pairs at a time. A row's result depends on that row and its expert alone, bit for bit at a given P.
     """
     w, first_expert = _flatten_layers(w, layer)
-    n_pairs = x.shape[0]
-    if n_pairs <= FEW_PAIRS:
+    n_pairs, on_cpu = x.shape[0], jax.default_backend() == "cpu"
+    if n_pairs <= (FEW_PAIRS if on_cpu else PAIRS_A_TURN):
         y = _pairwise(x, w, first_expert, plan.expert, plan.n_expert)
-    elif n_pairs <= MANY_PAIRS and jax.default_backend() != "cpu":
+    elif n_pairs <= MANY_PAIRS and not on_cpu:
         y = _pairwise_in_turns(x, w, first_expert, plan)
     else:
         y = _grouped(x, w, first_expert, plan)
@@ -91,17 +91,17 @@ def _pairwise(x: Array, w: QTensor, first_expert: Array | int, expert: Array, n_
 
 
 def _pairwise_in_turns(x: Array, w: QTensor, first_expert: Array | int, plan: RoutingPlan) -> Array:
-    """Expand FEW_PAIRS experts at a time, a fixed number of times.
+    """Expand PAIRS_A_TURN experts at a time, a fixed number of times.
 
     For accelerators: the loops of `_grouped` end when the data says so, and asking the device that costs more than sharing saves.
     """
     n_pairs, k = x.shape
-    n_turns = -(-n_pairs // FEW_PAIRS)
-    more = n_turns * FEW_PAIRS - n_pairs
-    rows = jnp.pad(x, ((0, more), (0, 0))).reshape(n_turns, FEW_PAIRS, k)
-    expert = jnp.pad(plan.expert, (0, more), constant_values=plan.n_expert).reshape(n_turns, FEW_PAIRS)
+    n_turns = -(-n_pairs // PAIRS_A_TURN)
+    more = n_turns * PAIRS_A_TURN - n_pairs
+    rows = jnp.pad(x, ((0, more), (0, 0))).reshape(n_turns, PAIRS_A_TURN, k)
+    expert = jnp.pad(plan.expert, (0, more), constant_values=plan.n_expert).reshape(n_turns, PAIRS_A_TURN)
     y = lax.map(lambda turn: _pairwise(turn[0], w, first_expert, turn[1], plan.n_expert), (rows, expert))
-    return y.reshape(n_turns * FEW_PAIRS, -1)[:n_pairs]
+    return y.reshape(n_turns * PAIRS_A_TURN, -1)[:n_pairs]
 
 
 def _grouped(x: Array, w: QTensor, first_expert: Array | int, plan: RoutingPlan) -> Array:
@@ -137,7 +137,7 @@ def _grouped(x: Array, w: QTensor, first_expert: Array | int, plan: RoutingPlan)
 
 def _block_rows(n_pairs: int, n_expert: int) -> int:
     """Rows a block: about as many as an expert gets, where a CPU's product is still cheap for one row and good for many."""
-    return min(64, max(16, 1 << (n_pairs // n_expert).bit_length()))
+    return min(64, max(8, 1 << (n_pairs // n_expert).bit_length()))
 
 
 def _flatten_layers(w: QTensor, layer: Array | int | None) -> tuple[QTensor, Array | int]:
