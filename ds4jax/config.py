@@ -96,7 +96,7 @@ class ModelConfig:
             )
         n_layer = _number(metadata, "block_count", int)
         values: dict[str, Any] = {"name": str(metadata.get("general.name", ARCHITECTURE))}
-        for field_name, (key, kind, default) in _KEYS.items():
+        for field_name, (key, kind, default) in METADATA_KEYS.items():
             values[field_name] = _number(metadata, key, kind, default)
         clamp = _numbers(metadata, "swiglu_clamp_exp", float, n_layer)
         values |= {
@@ -109,7 +109,7 @@ class ModelConfig:
 
 
 # field -> (GGUF key below "deepseek4.", type, default or None). Defaults stand only where ds4 itself does without the key.
-_KEYS: dict[str, tuple[str, type, Any]] = {
+METADATA_KEYS: dict[str, tuple[str, type, Any]] = {
     "n_layer": ("block_count", int, None),
     "n_ctx_train": ("context_length", int, 1 << 20),
     "n_embd": ("embedding_length", int, None),

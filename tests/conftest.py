@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from ds4jax import Engine
@@ -27,6 +28,11 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 _compiled = ROOT / ".pytest_cache" / "ds4jax"
 os.environ.setdefault("DS4JAX_CACHE_DIR", str(_compiled))
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+
+# A slow machine is no failure.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

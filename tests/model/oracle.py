@@ -70,7 +70,7 @@ class OracleSet:
 def _folders() -> list[Path]:
     """Where sets are: our own, and a folder of more sets if there is one (see CONTRIBUTING)."""
     more = os.environ.get("DS4JAX_ORACLE")
-    return [ROOT / "tests" / "fixtures" / "oracle", Path(more) if more else ROOT.parent / "shared" / "oracle"]
+    return [ROOT / "tests" / "fixtures" / "oracle", *([Path(more)] if more else [])]
 
 
 SETS = {path.stem: OracleSet(path) for folder in reversed(_folders()) for path in sorted(folder.glob("*.gguf"))}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from ds4jax.config import _KEYS, ARCHITECTURE, ModelConfig
+from ds4jax.config import ARCHITECTURE, METADATA_KEYS, ModelConfig
 from ds4jax.errors import ConfigError
 from ds4jax.model.gguf.layout import TensorSpec, ds4_tensors
 from ds4jax.model.gguf.random_blocks import block_size, random_blocks
@@ -78,7 +78,7 @@ def write_synthetic(
 
 def to_metadata(config: ModelConfig) -> dict[str, Any]:
     """Return the GGUF keys that describe a model, as ModelConfig.from_metadata reads them."""
-    values = {key: getattr(config, field) for field, (key, _, _) in _KEYS.items()}
+    values = {key: getattr(config, field) for field, (key, _, _) in METADATA_KEYS.items()}
     values |= {
         "attention.head_count_kv": 1,
         "attention.value_length": config.head_dim,
