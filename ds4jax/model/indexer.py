@@ -102,4 +102,4 @@ def index_scores(query: jax.Array, weight: jax.Array, key: jax.Array) -> jax.Arr
         [B, T, n] f32.
     """
     dot = jnp.einsum("btij,bnj->btin", query, key, precision=jax.lax.Precision.HIGHEST)
-    return jnp.sum(weight[..., None] * jax.nn.relu(dot), axis=2)
+    return jnp.einsum("bti,btin->btn", weight, jax.nn.relu(dot), precision=jax.lax.Precision.HIGHEST)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
-from ds4jax.model.quant import expert_matmul, matmul, route
+from ds4jax.model.quant import dot, expert_apply, matmul, route
 from ds4jax.model.weights import Take
 
 
@@ -66,14 +66,20 @@ class MoE(nnx.Module):
         n_used = expert.shape[1]
         plan = route(jnp.where(live[:, None], expert, self.config.n_expert).reshape(-1), self.config.n_expert)
         pairs = jnp.repeat(x.astype(dtype), n_used, axis=0)  # [M*X, D]
-        gate, up = (expert_matmul(pairs, w.get_value(), plan, layer=layer, out_dtype=jnp.float32) for w in (self.gate_exps, self.up_exps))
-        hidden = swiglu(gate, up, self.clamp) * weight.reshape(-1, 1)
-        routed = expert_matmul(hidden.astype(dtype), self.down_exps.get_value(), plan, layer=layer, out_dtype=jnp.float32)
+
+        def one(w1: jax.Array, w3: jax.Array, w2: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+            hidden = swiglu(dot(x, w1), dot(x, w3), self.clamp) * weight
+            return dot(hidden.astype(dtype), w2)
+
+        experts = [w.get_value() for w in (self.gate_exps, self.up_exps, self.down_exps)]
+        routed = expert_apply(one, experts, [pairs, weight.reshape(-1, 1)], plan, layer)
 
         shared = x.astype(dtype)
         gate, up = (matmul(shared, w.get_value(), out_dtype=jnp.float32) for w in (self.gate_shexp, self.up_shexp))
         shared = matmul(swiglu(gate, up, self.clamp_shared).astype(dtype), self.down_shexp.get_value(), out_dtype=jnp.float32)
-        return jnp.sum(routed.reshape(m, n_used, d), axis=1) + shared
+        routed = routed.reshape(m, n_used, d)
+        # Term by term: elementwise sums fuse, where a reduction over so short an axis is a slow kernel of its own on a CPU.
+        return sum((routed[:, i] for i in range(n_used)), shared)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, clamp: float) -> jax.Array:

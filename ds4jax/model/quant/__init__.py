@@ -1,9 +1,9 @@
 """Packed weights: keep them as they lie in the file, expand them on the way into a product."""
 
-from ds4jax.model.quant.experts import RoutingPlan, expert_matmul, route
+from ds4jax.model.quant.experts import RoutingPlan, expert_apply, expert_matmul, route
 from ds4jax.model.quant.formats import dequantize
 from ds4jax.model.quant.layouts import LAYOUTS
-from ds4jax.model.quant.matmul import matmul
+from ds4jax.model.quant.matmul import dot, matmul
 from ds4jax.model.quant.qtensor import QTensor, field_shapes, pack, row_bytes, take_layer
 from ds4jax.model.quant.rows import embed, grouped_matmul
 
@@ -14,6 +14,8 @@ __all__ = [
     "QTensor",
     "RoutingPlan",
     "dequantize",
+    "dot",
+    "expert_apply",
     "embed",
     "expert_matmul",
     "field_shapes",

@@ -19,13 +19,12 @@ def matmul(x: Array, w: QTensor, *, precision: lax.PrecisionLike = None, out_dty
     return dot(x, dequantize(w, x.dtype), precision=precision).astype(out_dtype or x.dtype)
 
 
-def dot(x: Array, w: Array, *, pairwise: bool = False, precision: lax.PrecisionLike = None) -> Array:
-    """Multiply x [..., K] by plain weights [N, K] of the same type: f32 [..., N]; pairwise: x [P, K] by w [P, N, K].
+def dot(x: Array, w: Array, *, precision: lax.PrecisionLike = None) -> Array:
+    """Multiply x [..., K] by plain weights [N, K] of the same type: f32 [..., N].
 
     float32 operands are multiplied as float32 unless `precision` says otherwise: accelerators would round them to fewer bits.
     """
     if precision is None and x.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST
-    batch = ((0,), (0,)) if pairwise else ((), ())
-    dimensions = (((x.ndim - 1,), (w.ndim - 1,)), batch)
+    dimensions = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
     return lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
