@@ -64,14 +64,14 @@ def fp4_encode(x: Array) -> tuple[Array, Array]:
     codes = _encode(blocks, _E2M1)
     half = FP4_BLOCK // 2
     packed = codes[..., :half] | codes[..., half:] << 4
-    return packed.reshape(*x.shape[:-1], -1), exponent
+    return packed.reshape(*x.shape[:-1], x.shape[-1] // 2), exponent
 
 
 def fp4_decode(packed: Array, exponent: Array) -> Array:
     """Undo `fp4_encode`: uint8 [..., n*16] and int8 [..., n] -> f32 [..., n*32]."""
     blocks = packed.reshape(*exponent.shape, FP4_BLOCK // 2)
     codes = jnp.concatenate([blocks & 15, blocks >> 4], -1)
-    return _decode(codes, exponent[..., None], _E2M1).reshape(*packed.shape[:-1], -1)
+    return _decode(codes, exponent[..., None], _E2M1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def fp8_sim(x: Array) -> Array:
@@ -112,7 +112,7 @@ def f16_round(x: Array) -> Array:
 
 def _scaled_blocks(x: Array, block: int, least: float, fmt: _SmallFloat) -> tuple[Array, Array]:
     """Divide each block by the smallest power of two that brings it within the format: ([..., n, block], exponent int8 [..., n])."""
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // block, block)  # no -1: there may be no rows
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), -1), jnp.float32(least))
     # ceil(log2(amax / largest)) without rounding: amax = m * 2**e and largest = m' * 2**e' give e - e' + (m > m').
     mantissa, e = math.frexp(fmt.largest)  # mantissa in [0.5, 1)
