@@ -62,6 +62,7 @@ async def test_broken_json_names_the_place(make_app: MakeApp, data: bytes, says:
         (CHAT, {"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1]"),
         (CHAT, {"temperature": -1}, "temperature"),
         (CHAT, {"temperature": "hot"}, "temperature"),
+        (CHAT, {"temperature": 10**400}, "temperature"),
         (CHAT, {"top_p": 1.5}, "top_p"),
         (CHAT, {"top_k": -2}, "top_k"),
         (CHAT, {"top_k": 1.5}, "top_k"),

@@ -131,11 +131,12 @@ async def test_sampling_fields_reach_the_engine(make_app: MakeApp, make_engine: 
     app = make_app(engine)
     await chat(app, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=7, max_tokens=16.0)
     await chat(app, top_p=0, top_k=-1, seed=-1, max_completion_tokens=3, max_tokens=2)
-    await chat(app, temperature=None, seed=None)
+    await chat(app, temperature=None, seed=None, top_k=10**18)
     first, second, third = (engine.requests[i] for i in (1, 2, 3))
     assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (0.5, 0.9, 40)
     assert (first.sampling.min_p, first.sampling.seed, first.max_tokens) == (0.1, 7, 16)
     assert (second.sampling.temperature, second.sampling.top_p, second.sampling.top_k) == (0.0, 1.0, 0)
+    assert third.sampling.top_k == (1 << 31) - 1, "the engine's field has 32 bits"
     assert second.sampling.seed is not None and second.sampling.seed >= 0
     assert second.max_tokens == 3
     assert (third.sampling.temperature, third.sampling.seed, third.max_tokens) == (1.0, None, 4096 - 9)

@@ -16,6 +16,7 @@ N = TypeVar("N", int, float)
 _DEFAULTS = SamplingParams()
 _SEED_RANGE = 1 << 63
 _ENGINE_SEEDS = 1 << 31  # as many as the engine itself draws from; larger and negative ones fold into them
+_ENGINE_TOP_K = (1 << 31) - 1  # far beyond any vocabulary; the engine's field is 32 bits wide
 
 
 class StreamOptions(msgspec.Struct):
@@ -66,7 +67,8 @@ class CommonBody(UnsupportedFields):
         seed = None if self.seed is None else _whole("seed", self.seed, 0, least=-_SEED_RANGE, most=_SEED_RANGE - 1) % _ENGINE_SEEDS
         if top_p == 0:  # leaves the likeliest token alone, which is what greedy means
             temperature, top_p = 0.0, 1.0
-        return SamplingParams(temperature=temperature, top_k=max(top_k, 0), top_p=top_p, min_p=min_p, seed=seed)
+        top_k = min(max(top_k, 0), _ENGINE_TOP_K)
+        return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
 
 
 def completion_limit(name: str, asked: Number | None, *, n_prompt: int, n_ctx: int, default: int, param: str) -> int:
@@ -87,7 +89,12 @@ def completion_limit(name: str, asked: Number | None, *, n_prompt: int, n_ctx: i
 
 
 def _number(name: str, value: Number | None, default: float, *, least: float, most: float | None = None) -> float:
-    return default if value is None else float(_in_range(name, value, least, most))
+    if value is None:
+        return default
+    try:
+        return float(_in_range(name, value, least, most))
+    except OverflowError:  # a whole number of hundreds of digits
+        raise RequestError(f"{name}: the number is too large; send a smaller one", name) from None
 
 
 def _whole(name: str, value: Number | None, default: int, *, least: int, most: int | None = None) -> int:
