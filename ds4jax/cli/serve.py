@@ -78,7 +78,7 @@ def announce(url: str, model_id: str) -> None:
     """Print the address, and a request that can be pasted into another terminal."""
     from ds4jax.cli.console import note
 
-    body = f'{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
+    body = f'{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64, "thinking": false}}'
     note(f"serving {model_id} at {url}\ntry:\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
 
