@@ -81,7 +81,7 @@ def open_engine(
     with byte_progress(f"loading {path.name}") as progress:
         model = load_model(path, kv_quant=kv_quant, dtype=dtype, progress=progress)
     note(f"{model.config.name} on {platform}, {dtype}")
-    note("getting programs: those that are not kept from an earlier start are compiled, a few seconds each")
+    note("getting programs: those not kept from an earlier start are compiled, a few seconds each")
     with program_progress() as on_program:
         engine = Engine(model, config=config, on_plan=lambda plan: note(describe_plan(plan)), on_program=on_program, early=early)
     try:
@@ -111,8 +111,9 @@ def describe_plan(plan: MemoryPlan) -> str:
     """Say in one line what the memory of an engine goes to."""
     from ds4jax.cli.console import human_bytes
 
+    slots = f"{plan.n_slot} slot{'s' * (plan.n_slot > 1)} of {plan.n_ctx} tokens"
     of_device = "" if plan.available_bytes is None else f" of {human_bytes(plan.available_bytes)} free"
     return (
         f"memory: {human_bytes(plan.total_bytes)}{of_device} (weights {human_bytes(plan.weight_bytes)}, "
-        f"{plan.n_slot} slot{'s' * (plan.n_slot > 1)} of {plan.n_ctx} tokens {human_bytes(plan.cache_bytes)}, scratch {human_bytes(plan.scratch_bytes)})"
+        f"{slots} {human_bytes(plan.cache_bytes)}, scratch {human_bytes(plan.scratch_bytes)})"
     )

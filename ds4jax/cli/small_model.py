@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ds4jax.errors import ConfigError
+
 
 def cache_dir() -> Path:
     """Return the folder for files that can be made again: $DS4JAX_CACHE_DIR, else ds4jax in the user's cache folder."""
@@ -22,6 +24,9 @@ def default_model() -> Path:
         from ds4jax.cli.presets import TINY, vocabulary_of
         from ds4jax.model.gguf.writer import write_synthetic
 
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path.parent}: {error.strerror}; set DS4JAX_CACHE_DIR to a folder that can be written") from error
         write_synthetic(path, TINY, "q8", seed=0, vocabulary=vocabulary_of(TINY))
     return path

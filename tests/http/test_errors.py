@@ -53,6 +53,8 @@ async def test_broken_json_names_the_place(make_app: MakeApp, data: bytes, says:
     [
         (CHAT, {"messages": None}, "messages"),
         (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"stop": ["a" * 1025]}, "stop"),
+        (CHAT, {"stop": ["a"] * 65}, "stop"),
         (CHAT, {"messages": ["x"]}, "messages[0]"),
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": 3}]}, "messages[0].role"),

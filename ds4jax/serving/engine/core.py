@@ -36,6 +36,7 @@ from ds4jax.errors import (
 )
 from ds4jax.serving.engine.api import EngineStats, Event, FinishReason, GenerateRequest, Prefilled, Started, Token
 from ds4jax.serving.engine.buckets import nearest
+from ds4jax.serving.engine.checks import check_sampling, check_tokens
 from ds4jax.serving.engine.counters import Counters
 from ds4jax.serving.engine.device import Device, DeviceStepError
 from ds4jax.serving.engine.log import log_batch
@@ -95,6 +96,8 @@ class EngineCore:
             raise ContextLengthError(n_ctx, len(request.prompt), None, "prompt")
         if request.max_tokens is not None and request.max_tokens < 1:
             raise RequestError(f"max_tokens: got {request.max_tokens}, expected at least 1", "max_tokens")
+        check_tokens(request.prompt, "prompt")
+        check_sampling(request.sampling)
         return Session(next(self._ids), n_ctx, request)
 
     def check_capacity(self, n_live: int) -> None:
@@ -153,12 +156,14 @@ class EngineCore:
         self._check_idle(session)
         if not tokens:
             raise RequestError("prefill: got no tokens, expected at least one", "tokens")
+        check_tokens(tokens, "tokens")
         self._check_room(session, len(tokens))
         session.feed_prompt(tokens)
 
     def decode(self, session: Session, token: int) -> None:
         """Feed one token to a manual session; a Returned event brings the logits. Raises DecodeInFlightError or RequestError."""
         self._check_idle(session)
+        check_tokens((token,), "token")
         self._check_room(session, 1)
         session.feed_token(token, self._clock_us())
 

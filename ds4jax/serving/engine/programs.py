@@ -29,6 +29,7 @@ from ds4jax.model.sampling import sample
 from ds4jax.model.spec import FlatModel, ModelSpec, abstract_model
 from ds4jax.model.steps import decode_step, prefill_chunk
 from ds4jax.serving.engine import batch
+from ds4jax.serving.engine.log import logger
 
 Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens) or ("clear", 0)
 
@@ -122,9 +123,13 @@ class ProgramStore:
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
-        if directory is not None:
-            # Executables are code: nobody else may write where they are read.
+        if directory is None:
+            return
+        try:  # executables are code: nobody else may write where they are read
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("cannot keep compiled programs in %s (%s); set DS4JAX_CACHE_DIR to a folder to write in", directory, error)
+            self.directory = None
 
     def path(self, shapes: Shapes, key: Key) -> Path | None:
         """Where a program of these shapes is kept."""

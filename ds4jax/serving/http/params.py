@@ -17,6 +17,7 @@ _DEFAULTS = SamplingParams()
 _SEED_RANGE = 1 << 63
 _ENGINE_SEEDS = 1 << 31  # as many as the engine itself draws from; larger and negative ones fold into them
 _ENGINE_TOP_K = (1 << 31) - 1  # far beyond any vocabulary; the engine's field is 32 bits wide
+MOST_STOPS, LONGEST_STOP = 64, 1024  # strings, characters
 
 
 class StreamOptions(msgspec.Struct):
@@ -52,6 +53,9 @@ class CommonBody(UnsupportedFields):
     def stop_strings(self) -> list[str]:
         """The stop strings; empty ones can end nothing and are dropped."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        # Every piece of text is searched for all of them: without a bound one request could keep the server busy.
+        if len(given) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in given):
+            raise RequestError(f"stop: expected at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each", "stop")
         return [stop for stop in given if stop]
 
     def stop_tokens(self, *ids: int | None) -> frozenset[int]:
