@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from ds4jax.errors import ConfigError
@@ -295,3 +297,9 @@ class ServerConfig:
     prompt_style: str = "deepseek"
     keepalive_s: float = 5.0
     body_limit_bytes: int = 64 << 20
+
+
+def cache_directory() -> Path:
+    """Return the folder for files that can be made again: DS4JAX_CACHE_DIR, else ds4jax in the user's cache folder."""
+    own = os.environ.get("DS4JAX_CACHE_DIR")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds4jax"

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from ds4jax.config import cache_directory
 from ds4jax.errors import ConfigError
-
-
-def cache_dir() -> Path:
-    """Return the folder for files that can be made again: $DS4JAX_CACHE_DIR, else ds4jax in the user's cache folder."""
-    own = os.environ.get("DS4JAX_CACHE_DIR")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds4jax"
 
 
 def default_model() -> Path:
@@ -19,7 +13,7 @@ def default_model() -> Path:
 
     Its weights are random: it starts at once on any machine and writes nonsense.
     """
-    path = cache_dir() / "tiny-q8-v2.gguf"  # the version changes when the file's content does
+    path = cache_directory() / "tiny-q8-v2.gguf"  # the version changes when the file's content does
     if not path.exists():
         from ds4jax.cli.presets import TINY, vocabulary_of
         from ds4jax.model.gguf.writer import write_synthetic

@@ -21,9 +21,6 @@ import jax.numpy as jnp
 from ds4jax.config import ModelConfig
 from ds4jax.model import rounding
 
-FP8_BLOCK = 64
-FP4_BLOCK = 32
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from flax import nnx
 
 from ds4jax.config import ModelConfig
 from ds4jax.errors import ConfigError
-from ds4jax.model.cache import FP4_BLOCK, FP8_BLOCK
 from ds4jax.model.quant import QTensor, field_shapes
+from ds4jax.model.rounding import FP8_BLOCK, HADAMARD_WIDTH
 from ds4jax.model.transformer import Transformer
 from ds4jax.model.weights import Take, plan_stacks
 
@@ -54,7 +54,7 @@ class ModelSpec:
 def fits_ds4_rows(config: ModelConfig) -> bool:
     """Whether rows of this shape can be stored in ds4's formats."""
     plain = config.head_dim - config.n_rot
-    return plain % FP8_BLOCK == 0 and config.index_dim == 128 and config.index_dim % FP4_BLOCK == 0
+    return plain % FP8_BLOCK == 0 and config.index_dim == HADAMARD_WIDTH
 
 
 class AbstractSource:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ds4jax.config import EngineConfig
+from ds4jax.config import EngineConfig, cache_directory
 from ds4jax.model.model import Model
 from ds4jax.model.spec import ModelSpec
 from ds4jax.serving.engine import loop
@@ -30,11 +29,8 @@ def engine_shapes(spec: ModelSpec, config: EngineConfig) -> Shapes:
 
 
 def program_directory() -> Path:
-    """Where compiled programs are kept: DS4JAX_CACHE_DIR, or the user's cache folder."""
-    root = os.environ.get("DS4JAX_CACHE_DIR")
-    if root is None:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ds4jax")
-    return Path(root) / "programs"
+    """Where compiled programs are kept."""
+    return cache_directory() / "programs"
 
 
 class Engine(loop.Engine):

@@ -16,7 +16,6 @@ import numpy as np
 from ds4jax.errors import StaleCacheError
 from ds4jax.model.cache import init_cache
 from ds4jax.model.model import Model
-from ds4jax.model.sampling import UNUSABLE
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import SamplingParams
 from ds4jax.serving.engine.buckets import nearest
@@ -47,7 +46,7 @@ class Step:
         self._runner, self._tokens, self._logits, self._n_row = runner, tokens, logits, n_row
 
     def tokens(self) -> list[int]:
-        """Wait for the sampled tokens; UNUSABLE (-1) where a row's logits were."""
+        """Wait for the sampled tokens; -1 (`sampling.UNUSABLE`) where a row's logits were."""
         return [int(token) for token in self._read(self._tokens)]
 
     def logits(self) -> np.ndarray:
@@ -207,6 +206,3 @@ class Runner:
         self.clear(0)
         if last is not None:
             last.tokens()
-
-
-__all__ = ["UNUSABLE", "DeviceCache", "Runner", "Step"]
