@@ -80,6 +80,7 @@ class FakeDevice:
 
     n_slots: int = 4
     n_ctx: int = 64
+    n_vocab: int = V
     prefill_buckets: tuple[int, ...] = ()
     fail_launch: dict[int, bool] = field(default_factory=dict)
     fail_read: dict[int, bool] = field(default_factory=dict)

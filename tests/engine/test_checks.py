@@ -29,7 +29,7 @@ def test_sampling_that_no_step_could_carry(sampling: dict[str, Any], field: str)
         assert len(list(engine.generate_tokens([1], 3))) == 3
 
 
-@pytest.mark.parametrize("token", [-1, 2**31, 10**20])
+@pytest.mark.parametrize("token", [-1, 97, 10**20])
 def test_ids_that_are_no_tokens(token: int) -> None:
     with Engine(FakeDevice(), EngineConfig()) as engine:
         session = engine.open_session()

@@ -11,11 +11,11 @@ from ds4jax.serving.engine.api import SamplingParams
 MOST = 2**31 - 1  # what an int32 field of a step holds
 
 
-def check_tokens(tokens: Sequence[int], param: str) -> None:
-    """Raise RequestError for an id that is no token's, whatever the vocabulary."""
+def check_tokens(tokens: Sequence[int], n_vocab: int, param: str) -> None:
+    """Raise RequestError for an id outside the vocabulary: the device would quietly read another token's row."""
     for token in tokens:
-        if not 0 <= token <= MOST:
-            raise RequestError(f"{param}: got the id {token}, expected 0 or more, within the vocabulary", param)
+        if not 0 <= token < n_vocab:
+            raise RequestError(f"{param}: got the id {token}, expected 0 to {n_vocab - 1}", param)
 
 
 def check_sampling(sampling: SamplingParams) -> None:

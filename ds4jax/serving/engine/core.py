@@ -96,7 +96,7 @@ class EngineCore:
             raise ContextLengthError(n_ctx, len(request.prompt), None, "prompt")
         if request.max_tokens is not None and request.max_tokens < 1:
             raise RequestError(f"max_tokens: got {request.max_tokens}, expected at least 1", "max_tokens")
-        check_tokens(request.prompt, "prompt")
+        check_tokens(request.prompt, self._device.n_vocab, "prompt")
         check_sampling(request.sampling)
         return Session(next(self._ids), n_ctx, request)
 
@@ -156,14 +156,14 @@ class EngineCore:
         self._check_idle(session)
         if not tokens:
             raise RequestError("prefill: got no tokens, expected at least one", "tokens")
-        check_tokens(tokens, "tokens")
+        check_tokens(tokens, self._device.n_vocab, "tokens")
         self._check_room(session, len(tokens))
         session.feed_prompt(tokens)
 
     def decode(self, session: Session, token: int) -> None:
         """Feed one token to a manual session; a Returned event brings the logits. Raises DecodeInFlightError or RequestError."""
         self._check_idle(session)
-        check_tokens((token,), "token")
+        check_tokens((token,), self._device.n_vocab, "token")
         self._check_room(session, 1)
         session.feed_token(token, self._clock_us())
 

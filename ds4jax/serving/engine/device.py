@@ -62,6 +62,9 @@ class Device(Protocol):
     def n_ctx(self) -> int: ...
 
     @property
+    def n_vocab(self) -> int: ...
+
+    @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Padded row counts with a compiled program, ascending; the last is n_slots."""
         ...

@@ -107,6 +107,11 @@ class Runner:
         return self.shapes.n_ctx
 
     @property
+    def n_vocab(self) -> int:
+        """Ids below this are tokens."""
+        return self.shapes.spec.config.n_vocab
+
+    @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Row counts of the decode programs that are ready."""
         return self._decode_buckets
