@@ -1,0 +1,1 @@
+"""Kernels that read packed weights. Each has a plain-jnp twin: `dequantize` and a product."""

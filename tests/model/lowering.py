@@ -1,0 +1,17 @@
+"""Lower a kernel for CUDA where there is none: Pallas builds its Triton program without a GPU, so unsupported operations show on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from ds4jax.model.kernels import launch
+
+
+def lower_for_cuda(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *shapes: Any) -> str:
+    """Return the lowered text of function(*arguments of these shapes) for a GPU."""
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
