@@ -19,7 +19,7 @@ from ds4jax.model.cache import KVCache
 from ds4jax.model.compressor import Compressor
 from ds4jax.model.indexer import NO_ROW, Indexer
 from ds4jax.model.norm import rms_norm
-from ds4jax.model.quant import grouped_matmul, matmul
+from ds4jax.model.quant import grouped_matmul, matmul, project
 from ds4jax.model.rope import frequencies, rotate
 from ds4jax.model.softmax import RunningSoftmax
 from ds4jax.model.weights import Take
@@ -60,19 +60,21 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, take: Take, prefix: str, ratio: int, kv_quant: str) -> None:
         self.config, self.ratio = config, ratio
         d, n, k, q = config.n_embd, config.n_head, config.head_dim, config.q_lora_rank
-        self.q_a = nnx.Param(take.matrix(f"{prefix}attn_q_a.weight", q, d))
         self.q_a_norm = nnx.Param(take.vector(f"{prefix}attn_q_a_norm.weight", q))
         self.q_b = nnx.Param(take.matrix(f"{prefix}attn_q_b.weight", n * k, q))
-        self.kv = nnx.Param(take.matrix(f"{prefix}attn_kv.weight", k, d))
         self.kv_a_norm = nnx.Param(take.vector(f"{prefix}attn_kv_a_norm.weight", k))
         self.sinks = nnx.Param(take.vector(f"{prefix}attn_sinks.weight", n))
         g, r = config.n_out_group, config.o_lora_rank
         self.output_a = nnx.Param(take.matrix(f"{prefix}attn_output_a.weight", g * r, n // g * k))
         self.output_b = nnx.Param(take.matrix(f"{prefix}attn_output_b.weight", d, g * r))
+        inputs = {f"{prefix}attn_q_a.weight": q, f"{prefix}attn_kv.weight": k}  # all that the block's input meets
         if ratio:
             self.compressor = Compressor(config, take, f"{prefix}attn_compressor", ratio, k, with_hadamard=False)
+            inputs |= self.compressor.inputs(f"{prefix}attn_compressor")
         if ratio == 4:
             self.indexer = Indexer(config, take, f"{prefix}indexer", rounded=kv_quant == "ds4")
+            inputs |= self.indexer.inputs(f"{prefix}indexer")
+        self.inputs = nnx.Param(take.joined(inputs, d))
 
     def __call__(self, x: jax.Array, cache: KVCache, at: LayerIndex, span: Span, dtype: jnp.dtype) -> tuple[jax.Array, KVCache]:
         """Attend with a step's tokens and extend the cache by them.
@@ -88,18 +90,20 @@ class Attention(nnx.Module):
         omega = frequencies(self.config, compressed=self.ratio != 0)
         flat, flat_position = x.reshape(b * t, d), position.reshape(-1)
 
-        lora = rms_norm(self._linear(flat, self.q_a, dtype), self.config.rms_eps, self.q_a_norm.get_value())
+        inputs = self.inputs.get_value()
+        q_a, kv, *rest = inputs.split(project(flat.astype(dtype), inputs, out_dtype=jnp.float32))
+        lora = rms_norm(q_a, self.config.rms_eps, self.q_a_norm.get_value())
         q = self._linear(lora, self.q_b, dtype).reshape(b, t, self.config.n_head, self.config.head_dim)
         q = rotate(rms_norm(q, self.config.rms_eps), position[:, :, None], omega)
-        kv = rms_norm(self._linear(flat, self.kv, dtype), self.config.rms_eps, self.kv_a_norm.get_value())
+        kv = rms_norm(kv, self.config.rms_eps, self.kv_a_norm.get_value())
         kv = rotate(kv, flat_position, omega).reshape(b, t, -1)
 
         # Compress first, attend after: a token sees the row that it completes itself.
         if self.ratio:
-            cache = self._compress(flat, flat_position, cache, at, span, t, dtype)
+            cache = self._compress(rest, flat_position, cache, at, span, t)
         query_index = None
         if self.ratio == 4:
-            iq, weight = self.indexer.queries(lora, flat, flat_position, dtype)
+            iq, weight = self.indexer.queries(lora, rest[-1], flat_position, dtype)
             query_index = iq.reshape(b, t, *iq.shape[1:]), weight.reshape(b, t, -1)
         if t == 1:
             o, cache = self._attend_step(q, kv, query_index, cache, at, span)
@@ -116,14 +120,14 @@ class Attention(nnx.Module):
         return matmul(x.astype(dtype), w.get_value(), out_dtype=jnp.float32)
 
     # ------------------------------------------------------------------ compressed rows
-    def _compress(self, x: jax.Array, position: jax.Array, cache: KVCache, at: LayerIndex, span: Span, t: int, dtype: jnp.dtype) -> KVCache:
-        """Feed x [B*T, D] to the layer's compressors."""
+    def _compress(self, inputs: list[jax.Array], position: jax.Array, cache: KVCache, at: LayerIndex, span: Span, t: int) -> KVCache:
+        """Feed the projected inputs, two [B*T, columns] a compressor, to the layer's compressors."""
         jobs = [(self.compressor, "win4" if self.ratio == 4 else "win128", "comp4" if self.ratio == 4 else "comp128")]
         if self.ratio == 4:
             jobs.append((self.indexer.compressor, "win_index", "index"))
-        for compressor, window_name, rows_name in jobs:
+        for i, (compressor, window_name, rows_name) in enumerate(jobs):
             window, rows = getattr(cache, window_name), getattr(cache, rows_name)
-            u, z = compressor.inputs(x, position, dtype)
+            u, z = inputs[2 * i], compressor.gates(inputs[2 * i + 1], position)
             if t == 1:
                 window, rows = compressor.step(window, rows, at.comp, span.slot, span.start, u, z)
             else:

@@ -13,7 +13,6 @@ from flax import nnx
 from ds4jax.config import ModelConfig
 from ds4jax.model.cache import Rows, Window
 from ds4jax.model.norm import rms_norm
-from ds4jax.model.quant import matmul
 from ds4jax.model.rope import frequencies, rotate
 from ds4jax.model.rounding import hadamard
 from ds4jax.model.weights import Take
@@ -27,9 +26,7 @@ class Compressor(nnx.Module):
 
     def __init__(self, config: ModelConfig, take: Take, prefix: str, ratio: int, width: int, *, with_hadamard: bool) -> None:
         self.config, self.ratio, self.width, self.with_hadamard = config, ratio, width, with_hadamard
-        columns = width * (2 if ratio == 4 else 1)
-        self.kv = nnx.Param(take.matrix(f"{prefix}_kv.weight", columns, config.n_embd))
-        self.gate = nnx.Param(take.matrix(f"{prefix}_gate.weight", columns, config.n_embd))
+        self.columns = columns = width * (2 if ratio == 4 else 1)
         self.ape = nnx.Param(take.vector(f"{prefix}_ape.weight", ratio, columns))
         self.norm = nnx.Param(take.vector(f"{prefix}_norm.weight", width))
 
@@ -38,12 +35,13 @@ class Compressor(nnx.Module):
         """Rows of the previous window that stand before the current one in the state."""
         return self.ratio if self.ratio == 4 else 0
 
-    def inputs(self, x: jax.Array, position: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Project normalised inputs x [M, D] at int32 positions [M] to u and z, [M, columns] f32."""
-        x = x.astype(dtype)
-        u = matmul(x, self.kv.get_value(), out_dtype=jnp.float32)
-        z = matmul(x, self.gate.get_value(), out_dtype=jnp.float32)
-        return u, z + self.ape.get_value()[position % self.ratio]
+    def inputs(self, prefix: str) -> dict[str, int]:
+        """Name the matrices that project the block's input to what is pooled (u) and its gate, with their rows."""
+        return {f"{prefix}_kv.weight": self.columns, f"{prefix}_gate.weight": self.columns}
+
+    def gates(self, gate: jax.Array, position: jax.Array) -> jax.Array:
+        """Add to projected gates [M, columns] f32 what the place in the window adds: z at int32 positions [M]."""
+        return gate + self.ape.get_value()[position % self.ratio]
 
     def pool(self, u: jax.Array, z: jax.Array) -> jax.Array:
         """Pool windows: u, z [..., lead + ratio, columns] -> [..., width]."""

@@ -31,14 +31,17 @@ class Indexer(nnx.Module):
         self.config, self.rounded = config, rounded
         i, j = config.n_index_head, config.index_dim
         self.attn_q_b = nnx.Param(take.matrix(f"{prefix}.attn_q_b.weight", i * j, config.q_lora_rank))
-        self.proj = nnx.Param(take.matrix(f"{prefix}.proj.weight", i, config.n_embd))
         self.compressor = Compressor(config, take, f"{prefix}_compressor", 4, j, with_hadamard=rounded)
 
-    def queries(self, lora: jax.Array, x: jax.Array, position: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    def inputs(self, prefix: str) -> dict[str, int]:
+        """Name the matrices that project the block's input, with their rows: the compressor's two, then the heads' weights."""
+        return self.compressor.inputs(f"{prefix}_compressor") | {f"{prefix}.proj.weight": self.config.n_index_head}
+
+    def queries(self, lora: jax.Array, weight: jax.Array, position: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Compute the index queries and the weight of each indexer head.
 
         Args:
-            lora: [M, Q] f32, the normalised low-rank query. x: [M, D] f32, the block's normalised input. position: int32 [M].
+            lora: [M, Q] f32, the normalised low-rank query. weight: [M, I] f32, projected. position: int32 [M].
 
         Returns:
             queries [M, I, J] f32 and weights [M, I] f32; both scales (1/sqrt(J), 1/sqrt(I)) are in the weights.
@@ -48,7 +51,6 @@ class Indexer(nnx.Module):
         q = rotate(q, position[:, None], frequencies(self.config, compressed=True))
         if self.rounded:
             q = fp4_sim(hadamard(q))
-        weight = matmul(x.astype(dtype), self.proj.get_value(), out_dtype=jnp.float32)
         return q, weight * (1.0 / (i * j) ** 0.5)
 
     def choose(self, keys: Rows, layer: jax.Array, slot: jax.Array, query: jax.Array, weight: jax.Array, n_visible: jax.Array) -> jax.Array:

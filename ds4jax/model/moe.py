@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
-from ds4jax.model.quant import dot, expert_apply, matmul, route
+from ds4jax.model.quant import dot, expert_apply, matmul, project, route
 from ds4jax.model.weights import Take
 
 
@@ -34,8 +34,7 @@ class MoE(nnx.Module):
         self.gate_exps = Experts(take.experts(f"{prefix}ffn_gate_exps.weight", e, f, d))
         self.up_exps = Experts(take.experts(f"{prefix}ffn_up_exps.weight", e, f, d))
         self.down_exps = Experts(take.experts(f"{prefix}ffn_down_exps.weight", e, d, f))
-        self.gate_shexp = nnx.Param(take.matrix(f"{prefix}ffn_gate_shexp.weight", f, d))
-        self.up_shexp = nnx.Param(take.matrix(f"{prefix}ffn_up_shexp.weight", f, d))
+        self.gate_up_shexp = nnx.Param(take.joined({f"{prefix}ffn_gate_shexp.weight": f, f"{prefix}ffn_up_shexp.weight": f}, d))
         self.down_shexp = nnx.Param(take.matrix(f"{prefix}ffn_down_shexp.weight", d, f))
 
     def choose(self, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -74,8 +73,8 @@ class MoE(nnx.Module):
         experts = [w.get_value() for w in (self.gate_exps, self.up_exps, self.down_exps)]
         routed = expert_apply(one, experts, [pairs, weight.reshape(-1, 1)], plan, layer)
 
-        shared = x.astype(dtype)
-        gate, up = (matmul(shared, w.get_value(), out_dtype=jnp.float32) for w in (self.gate_shexp, self.up_shexp))
+        gate_up = self.gate_up_shexp.get_value()
+        gate, up = gate_up.split(project(x.astype(dtype), gate_up, out_dtype=jnp.float32))
         shared = matmul(swiglu(gate, up, self.clamp_shared).astype(dtype), self.down_shexp.get_value(), out_dtype=jnp.float32)
         routed = routed.reshape(m, n_used, d)
         # Term by term: elementwise sums fuse, where a reduction over so short an axis is a slow kernel of its own on a CPU.

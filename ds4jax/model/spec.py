@@ -12,7 +12,7 @@ from flax import nnx
 
 from ds4jax.config import ModelConfig
 from ds4jax.errors import ConfigError
-from ds4jax.model.quant import QTensor, field_shapes
+from ds4jax.model.quant import PREPARED, QTensor, field_shapes
 from ds4jax.model.rounding import FP8_BLOCK, HADAMARD_WIDTH
 from ds4jax.model.transformer import Transformer
 from ds4jax.model.weights import Take, plan_stacks
@@ -26,12 +26,14 @@ class ModelSpec:
     """All that decides a model's programs: its shape, the type of every tensor, and the arithmetic.
 
     kinds: (tensor name, GGUF type) pairs. kv_quant: "none" or "ds4" (FP8 rows, FP4 indexer). dtype: of matrix products.
+    kernels: whether steps run on kernels for a GPU, whose experts have a layout of their own.
     """
 
     config: ModelConfig
     kinds: tuple[tuple[str, str], ...]
     kv_quant: str
     dtype: str
+    kernels: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_quant not in KV_QUANTS:
@@ -64,12 +66,17 @@ class AbstractSource:
         self.kinds = kinds
         self.asked: list[str] = []
 
-    def matrix(self, names: Sequence[str], shape: tuple[int, ...], *, stacked: bool) -> Any:
-        """Return a QTensor of ShapeDtypeStructs (F32 where the file lacks the tensor: the binding reports it)."""
-        self.asked += names
-        kind = self.kinds.get(names[0], "F32")
-        full = (len(names), *shape) if stacked else shape
-        return QTensor(kind, field_shapes(kind, full))
+    def kind(self, name: str) -> str:
+        """Return a tensor's type (F32 where the file lacks the tensor: the binding reports it)."""
+        return self.kinds.get(name, "F32")
+
+    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
+        """Return a QTensor of ShapeDtypeStructs."""
+        self.asked += [name for names in layers for name in names]
+        kind = self.kind(layers[0][0])
+        if prepared:
+            kind = PREPARED.get(kind, kind)
+        return QTensor(kind, field_shapes(kind, (len(layers), *shape) if stacked else shape))
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
         """Return a ShapeDtypeStruct."""
@@ -79,7 +86,7 @@ class AbstractSource:
 
 def build(spec: ModelSpec, source: Any) -> Transformer:
     """Build the model with weights from a source (abstract, or a file)."""
-    return Transformer(spec.config, Take(source, plan_stacks(spec.config, dict(spec.kinds))), spec.kv_quant)
+    return Transformer(spec.config, Take(source, plan_stacks(spec.config, dict(spec.kinds)), spec.kernels), spec.kv_quant)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ds4jax.config import ModelConfig
+from ds4jax.model.quant import Joined, places
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,16 @@ class StackPlan:
 class Source(Protocol):
     """Fills one leaf from the tensors of one or more layers."""
 
-    def matrix(self, names: Sequence[str], shape: tuple[int, ...], *, stacked: bool) -> Any:
-        """Return a QTensor of `shape` ([n_out, n_in], or [E, n_out, n_in]), with a leading axis len(names) if stacked."""
+    def kind(self, name: str) -> str:
+        """Return the GGUF type of a tensor."""
+        ...
+
+    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
+        """Return a QTensor of `shape` ([n_out, n_in], or [E, n_out, n_in]), with a leading axis len(layers) if stacked.
+
+        layers: for each layer the tensors of one format that are joined along n_out; rows: n_out of each.
+        prepared: convert to the layout that kernels read, where the format has one.
+        """
         ...
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
@@ -41,22 +50,33 @@ class Source(Protocol):
 
 
 class Take:
-    """What a module asks for its weights. Names are GGUF's, without `blk.N.` inside a layer."""
+    """What a module asks for its weights. Names are GGUF's, without `blk.N.` inside a layer.
 
-    def __init__(self, source: Source, plans: Sequence[StackPlan], layers: range | None = None) -> None:
-        self.source, self.plans, self._layers = source, tuple(plans), layers
+    kernels: whether experts are taken in the layout that kernels read.
+    """
+
+    def __init__(self, source: Source, plans: Sequence[StackPlan], kernels: bool, layers: range | None = None) -> None:
+        self.source, self.plans, self.kernels, self._layers = source, tuple(plans), kernels, layers
 
     def stacked(self, plan: StackPlan, offset: int) -> LayerTake:
         """Return the take of one member of a stack's pattern."""
-        return Take(self.source, (), plan.layers(offset))
+        return Take(self.source, (), self.kernels, plan.layers(offset))
 
     def matrix(self, name: str, n_out: int, n_in: int) -> Any:
         """Return a packed matrix [n_out, n_in], in whatever format the file holds."""
-        return self.source.matrix(self._names(name), (n_out, n_in), stacked=self._layers is not None)
+        return self._matrix([name], [n_out], (n_out, n_in))
+
+    def joined(self, members: Mapping[str, int], n_in: int) -> Joined:
+        """Return packed matrices [n_out, n_in] that meet the same inputs. members: n_out by name."""
+        names, rows = list(members), list(members.values())
+        groups, columns = places([self.source.kind(self._names(name)[0]) for name in names], rows)
+        return Joined(
+            tuple(self._matrix([names[i] for i in g], [rows[i] for i in g], (sum(rows[i] for i in g), n_in)) for g in groups), columns
+        )
 
     def experts(self, name: str, n_expert: int, n_out: int, n_in: int) -> Any:
         """Return packed matrices [n_expert, n_out, n_in] of routed experts."""
-        return self.source.matrix(self._names(name), (n_expert, n_out, n_in), stacked=self._layers is not None)
+        return self._matrix([name], [n_out], (n_expert, n_out, n_in), prepared=self.kernels)
 
     def vector(self, name: str, *shape: int) -> Any:
         """Return a small float32 array (norms, sinks, scales, biases)."""
@@ -65,6 +85,10 @@ class Take:
     def table(self, name: str, *shape: int) -> Any:
         """Return an int32 array."""
         return self.source.array(self._names(name), shape, "int32", stacked=self._layers is not None)
+
+    def _matrix(self, names: Sequence[str], rows: Sequence[int], shape: tuple[int, ...], *, prepared: bool = False) -> Any:
+        layers = list(zip(*(self._names(name) for name in names), strict=True))
+        return self.source.matrix(layers, rows, shape, stacked=self._layers is not None, prepared=prepared)
 
     def _names(self, name: str) -> list[str]:
         return [name] if self._layers is None else [f"blk.{layer}.{name}" for layer in self._layers]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ds4jax.errors import BindingError, ModelFileError
+from ds4jax.model.gguf import load
 from ds4jax.model.gguf.load import FileSource, check_binding, load_leaves
 from ds4jax.model.gguf.reader import GGUFFile, TensorInfo
 from ds4jax.model.model import read_spec
@@ -110,3 +111,13 @@ def test_loaded_leaves_have_the_abstract_shapes_and_the_files_numbers() -> None:
     np.testing.assert_array_equal(np.asarray(model.output_norm.get_value()), file.tensors["output_norm.weight"].values())
     sinks = np.stack([file.tensors[f"blk.{layer}.attn_sinks.weight"].values() for layer in range(2)])
     np.testing.assert_array_equal(np.asarray(model.stacks[0].blocks[0].attn.sinks.get_value()), sinks)
+
+
+def test_large_and_small_tensors_fill_the_same_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = GGUFFile(SETS["tiny-q2"].path)
+    spec = read_spec(file, "none", "float32")
+    small = load_leaves(file, spec).leaves
+    monkeypatch.setattr(load, "STACK_ON_HOST_BYTES", 0)
+    large = load_leaves(file, spec).leaves
+    for a, b in zip(small, large, strict=True):
+        assert a.dtype == b.dtype and np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

@@ -74,6 +74,15 @@ def test_packing_permutes_bytes(kind: str) -> None:
     assert (LAYOUTS[kind].values, LAYOUTS[kind].block.itemsize) == (values, size)
 
 
+@pytest.mark.parametrize("kind", quant.KINDS)
+def test_the_device_splits_bytes_as_the_host_does(kind: str) -> None:
+    raw = random_blocks(kind, (3, 4, 512))
+    host, device = quant.pack(kind, raw, (3, 4, 512)), quant.unpack(kind, jnp.asarray(raw), (3, 4, 512))
+    for name in host.keys() | device.keys():
+        assert host[name].dtype == device[name].dtype
+        assert host[name].tobytes() == np.asarray(device[name]).tobytes()
+
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_plain_floats_are_views(kind: str) -> None:
     raw = random_blocks(kind, (4, 64))

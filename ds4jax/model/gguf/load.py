@@ -16,7 +16,7 @@ import numpy as np
 
 from ds4jax.errors import BindingError, ModelFileError
 from ds4jax.model.gguf.reader import GGUFFile, TensorInfo
-from ds4jax.model.quant import KINDS, QTensor, field_shapes, pack
+from ds4jax.model.quant import KINDS, PREPARED, QTensor, field_shapes, pack, prepare, unpack
 from ds4jax.model.spec import AbstractSource, FlatModel, ModelSpec, build
 
 STACK_ON_HOST_BYTES = 16 << 20  # smaller tensors are cheaper to stack here than to place one by one on the device
@@ -65,10 +65,12 @@ class _CheckingSource(AbstractSource):
         self.missing: list[str] = []
         self.wrong: list[str] = []
 
-    def matrix(self, names: Sequence[str], shape: tuple[int, ...], *, stacked: bool) -> Any:
+    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
         """Check names, types and shapes of a matrix."""
-        self._check(names, shape, KINDS)
-        return super().matrix([n for n in names if n in self.file.tensors] or names, shape, stacked=stacked)
+        for names in layers:
+            for name, n in zip(names, rows, strict=True):
+                self._check([name], (*shape[:-2], n, shape[-1]), KINDS)
+        return super().matrix(layers, rows, shape, stacked=stacked, prepared=prepared)
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
         """Check names, types and shapes of a small array."""
@@ -94,29 +96,37 @@ class FileSource:
         self.done = 0
         self.total = sum(t.nbytes for t in file.tensors.values())
 
-    def matrix(self, names: Sequence[str], shape: tuple[int, ...], *, stacked: bool) -> Any:
+    def kind(self, name: str) -> str:
+        """Return a tensor's type."""
+        return self.file.tensors[name].kind
+
+    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
         """Return a QTensor on the device."""
-        kind = self.file.tensors[names[0]].kind
-        if not stacked:
-            return QTensor(kind, {k: jnp.asarray(a) for k, a in self._fields(names[0]).items()})
-        if self.file.tensors[names[0]].nbytes < STACK_ON_HOST_BYTES:
-            parts = [self._fields(name) for name in names]
-            return QTensor(kind, {k: jnp.asarray(np.stack([part[k] for part in parts])) for k in parts[0]})
-        shapes = field_shapes(kind, (len(names), *shape))
-        leaves = {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
-        for i, name in enumerate(names):
-            fields = self._fields(name)
-            leaves = {k: _place(a, fields[k], np.int32(i)) for k, a in leaves.items()}
-        return QTensor(kind, leaves)
+        kind = self.kind(layers[0][0])
+        prepared = prepared and kind in PREPARED
+        if not prepared and sum(self.file.tensors[name].nbytes for name in layers[0]) < STACK_ON_HOST_BYTES:
+            parts = [self._joined(names) for names in layers]
+            return QTensor(kind, {k: jnp.asarray(np.stack([p[k] for p in parts]) if stacked else parts[0][k]) for k in parts[0]})
+        to = PREPARED[kind] if prepared else kind
+        leaves = {k: jnp.zeros(s.shape, s.dtype) for k, s in field_shapes(to, (len(layers), *shape)).items()}
+        for i, names in enumerate(layers):
+            row = 0
+            for name, n in zip(names, rows, strict=True):
+                part_shape = (*shape[:-2], n, shape[-1])
+                leaves = _place(leaves, jnp.asarray(self._tensor(name).raw), np.int32([i, row]), kind, part_shape, prepared)
+                row += n
+        return QTensor(to, leaves if stacked else {k: a[0] for k, a in leaves.items()})
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
         """Return an array on the device."""
         values = [np.asarray(self._tensor(name).values(), dtype) for name in names]
         return jnp.asarray(np.stack(values) if stacked else values[0])
 
-    def _fields(self, name: str) -> dict[str, np.ndarray]:
-        tensor = self._tensor(name)
-        return pack(tensor.kind, tensor.raw, tensor.shape)
+    def _joined(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Split tensors into fields on the host, joined by rows."""
+        tensors = [self._tensor(name) for name in names]
+        parts = [pack(t.kind, t.raw, t.shape) for t in tensors]
+        return {k: np.concatenate([p[k] for p in parts], axis=-2) if len(parts) > 1 else parts[0][k] for k in parts[0]}
 
     def _tensor(self, name: str) -> TensorInfo:
         tensor = self.file.tensors[name]
@@ -126,7 +136,18 @@ class FileSource:
         return tensor
 
 
-@partial(jax.jit, donate_argnums=0)
-def _place(stack: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
-    """Write one layer's part into a stack, in place."""
-    return jax.lax.dynamic_update_index_in_dim(stack, part, i, 0)
+@partial(jax.jit, donate_argnums=0, static_argnums=(3, 4, 5))
+def _place(
+    leaves: dict[str, jax.Array], raw: jax.Array, at: jax.Array, kind: str, shape: tuple[int, ...], prepared: bool
+) -> dict[str, jax.Array]:
+    """Write a tensor's bytes into a stack's leaves, in place. at: layer and first row. The device splits bytes faster."""
+    part = QTensor(kind, unpack(kind, raw, shape))
+    if prepared:
+        part = prepare(part)
+
+    def put(a: jax.Array, b: jax.Array) -> jax.Array:
+        first = [jnp.int32(0)] * a.ndim
+        first[0], first[len(shape) - 1] = at[0], at[1]
+        return jax.lax.dynamic_update_slice(a, b[None], first)
+
+    return {k: put(a, part.fields[k]) for k, a in leaves.items()}

@@ -15,7 +15,7 @@ import numpy as np
 from ds4jax.config import ModelConfig
 from ds4jax.model.gguf.layout import TensorSpec, ds4_tensors
 from ds4jax.model.gguf.random_blocks import random_blocks
-from ds4jax.model.quant import QTensor, pack
+from ds4jax.model.quant import PREPARED, QTensor, pack, prepare
 from ds4jax.model.spec import FlatModel, ModelSpec, build
 
 _POOL_ROWS = 512  # distinct rows of a matrix or a table; each of its rows is one of them
@@ -47,17 +47,24 @@ class _RandomSource:
         self._n_expert = config.n_expert
         self._rng = np.random.default_rng(seed)
 
-    def matrix(self, names: Sequence[str], shape: tuple[int, ...], *, stacked: bool) -> Any:
+    def kind(self, name: str) -> str:
+        """Return a tensor's type."""
+        return self._tensors[name].kind
+
+    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
         """Return a QTensor on the device."""
-        tensor = self._tensors[names[0]]
-        full = (len(names), *shape) if stacked else shape
+        tensor = self._tensors[layers[0][0]]
+        full = (len(layers), *shape) if stacked else shape
         pool_shape = (_POOL_ROWS, full[-1])
         if tensor.kind in _PLAIN:
             raw = self._normal(tensor, pool_shape).astype(_PLAIN[tensor.kind]).view(np.uint8)
         else:
             raw = random_blocks(self._rng, tensor.kind, pool_shape, tensor.std)
+        pool = QTensor(tensor.kind, pack(tensor.kind, raw, pool_shape))
+        if prepared and tensor.kind in PREPARED:  # rows are prepared each by itself, so the pool stands for them
+            pool = jax.tree.map(np.asarray, prepare(jax.tree.map(jnp.asarray, pool)))
         rows = self._rows(full[:-1])
-        return QTensor(tensor.kind, {name: _spread(field, rows) for name, field in pack(tensor.kind, raw, pool_shape).items()})
+        return QTensor(pool.kind, {name: _spread(field, rows) for name, field in pool.fields.items()})
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
         """Return an array on the device; of an int32 table each row holds distinct experts."""

@@ -81,6 +81,27 @@ def pack(kind: str, raw: np.ndarray, shape: Sequence[int]) -> dict[str, np.ndarr
     return fields
 
 
+def unpack(kind: str, raw: Array, shape: Sequence[int]) -> dict[str, Array]:
+    """Split a tensor's bytes into fields, on the device: as `pack`, for raw uint8 [..., N, row bytes] that is there already."""
+    layout = layout_of(kind)
+    *leading, _ = shape
+    members = _unpack(raw.reshape(*leading, -1, layout.block.itemsize), layout.block)
+    return {name: a.reshape(*leading, -1) for name, a in members.items()}
+
+
+def _unpack(raw: Array, block: np.dtype) -> dict[str, Array]:
+    """Split blocks uint8 [..., block bytes] into members [..., elements]."""
+    members: dict[str, Array] = {}
+    for name, (dtype, offset, *_) in (block.fields or {}).items():
+        base = dtype.base
+        part = raw[..., offset : offset + dtype.itemsize].reshape(*raw.shape[:-1], -1, base.itemsize)
+        if base.names:
+            members |= _unpack(part, base)
+        else:
+            members[name] = jax.lax.bitcast_convert_type(part if base.itemsize > 1 else part[..., 0], base)
+    return members
+
+
 def take_layer(w: QTensor, i: Array | int) -> QTensor:
     """Index axis 0 of every field; `i` may be traced and must be in range."""
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False), w)
