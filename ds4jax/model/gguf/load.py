@@ -113,7 +113,7 @@ class FileSource:
             row = 0
             for name, n in zip(names, rows, strict=True):
                 part_shape = (*shape[:-2], n, shape[-1])
-                leaves = _place(leaves, jnp.asarray(self._tensor(name).raw), np.int32([i, row]), kind, part_shape, prepared)
+                leaves = _place(leaves, jnp.asarray(self._tensor(name).raw), np.asarray([i, row], np.int32), kind, part_shape, prepared)
                 row += n
         return QTensor(to, leaves if stacked else {k: a[0] for k, a in leaves.items()})
 

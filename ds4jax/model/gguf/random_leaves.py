@@ -63,8 +63,8 @@ class _RandomSource:
         pool = QTensor(tensor.kind, pack(tensor.kind, raw, pool_shape))
         if prepared and tensor.kind in PREPARED:  # rows are prepared each by itself, so the pool stands for them
             pool = jax.tree.map(np.asarray, prepare(jax.tree.map(jnp.asarray, pool)))
-        rows = self._rows(full[:-1])
-        return QTensor(pool.kind, {name: _spread(field, rows) for name, field in pool.fields.items()})
+        picks = self._rows(full[:-1])
+        return QTensor(pool.kind, {name: _spread(field, picks) for name, field in pool.fields.items()})
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
         """Return an array on the device; of an int32 table each row holds distinct experts."""
