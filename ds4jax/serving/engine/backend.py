@@ -27,6 +27,9 @@ def select_backend(backend: Literal["auto", "cpu", "cuda"], gpu: int | None = No
             raise BackendMismatchError(f"GPU {gpu}", f"CUDA_VISIBLE_DEVICES={','.join(visible)}")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
 
+    # Weights of a large model fill most of a GPU; JAX would claim three quarters of it. Read when JAX starts, so said before.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+
     import jax  # not before CUDA_VISIBLE_DEVICES is set
 
     if backend == "cpu":
