@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ds4jax.model.kernels import nucleus as kernels
+
 UNUSABLE = -1  # the "token" of a row whose logits are NaN or all equal
 
 
@@ -43,23 +45,28 @@ def sample(logits: jax.Array, sampling: RowSampling, position: jax.Array) -> jax
     peak = jnp.max(logits, axis=-1)
     usable = jnp.isfinite(peak) & (peak > jnp.min(logits, axis=-1))
 
+    on_gpu = jax.default_backend() == "gpu"  # which must not ask the host what to do next: no branch that depends on data
+
     def draw() -> jax.Array:
         warm = jnp.maximum(temperature, 1e-6)[:, None]
         weight = jnp.exp((logits - peak[:, None]) / warm)  # [B, V], best token 1
         top_k = jax.lax.bitcast_convert_type(sampling.code[0], jnp.int32)
-        cut = jnp.any(temperature > 0.0) & jnp.any((top_k > 0) | (top_p < 1.0))
-        floor = jax.lax.cond(cut, lambda: _nucleus_floor(weight, top_k, top_p), lambda: jnp.zeros_like(top_p))
+        cut = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0))
+        if on_gpu:
+            floor = kernels.nucleus_floor(weight, top_k, top_p, cut)
+        else:
+            floor = jax.lax.cond(jnp.any(cut), lambda: nucleus_floor(weight, top_k, top_p), lambda: jnp.zeros_like(top_p))
         # The best token always stays, whatever min_p says.
         kept = (weight >= jnp.maximum(floor, min_p)[:, None]) | (weight == 1.0)
         noise = _gumbel(sampling.code[1], sampling.code[2], position, logits.shape[-1])
         score = jnp.where(kept, (logits - peak[:, None]) / warm + noise, -jnp.inf)
         return jnp.where(temperature > 0.0, jnp.argmax(score, axis=-1).astype(jnp.int32), greedy)
 
-    token = jax.lax.cond(jnp.any(temperature > 0.0), draw, lambda: greedy)
+    token = draw() if on_gpu else jax.lax.cond(jnp.any(temperature > 0.0), draw, lambda: greedy)
     return jnp.where(usable, token, UNUSABLE)
 
 
-def _nucleus_floor(weight: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def nucleus_floor(weight: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Find the smallest weight that top-k and then top-p keep: f32 [B].
 
     By bisection over the bit patterns of non-negative floats, which order like the floats: exact in 31 halvings, and no
