@@ -7,6 +7,7 @@ a step, whatever a request asks for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -22,35 +23,29 @@ N_CONTROL = 9  # rows of the control array: slot, n, three sampling words, three
 
 def decode_control(rows: Sequence[Row], bucket: int, n_slot: int) -> np.ndarray:
     """Pack a decode step: int32 [N_CONTROL, bucket]. Padding rows have slot n_slot, one past the last."""
-    control = _blank(bucket, n_slot)
-    for i, row in enumerate(rows):
-        _fill(control, i, row.slot, 1, row.sampling)
-        control[8, i] = -1 if row.token is None else row.token
+    control = np.zeros((N_CONTROL, bucket), np.int32)
+    control[0, len(rows) :] = n_slot
+    columns = [(row.slot, 1, *_words(row.sampling), -1 if row.token is None else row.token) for row in rows]
+    control[:, : len(rows)] = np.array(columns, np.int32).reshape(-1, N_CONTROL).T
     return control
 
 
-def prefill_control(slot: int, tokens: Sequence[int], sampling: SamplingParams, bucket: int, n_slot: int) -> np.ndarray:
+def prefill_control(slot: int, tokens: Sequence[int], sampling: SamplingParams, bucket: int) -> np.ndarray:
     """Pack a prefill chunk of one row: int32 [N_CONTROL + bucket], the tokens last."""
-    head = _blank(1, n_slot)
-    _fill(head, 0, slot, len(tokens), sampling)
     control = np.zeros(N_CONTROL + bucket, np.int32)
-    control[:N_CONTROL] = head[:, 0]
+    control[:N_CONTROL] = (slot, len(tokens), *_words(sampling), 0)
     control[N_CONTROL : N_CONTROL + len(tokens)] = tokens
     return control
 
 
-def _blank(bucket: int, n_slot: int) -> np.ndarray:
-    control = np.zeros((N_CONTROL, bucket), np.int32)
-    control[0] = n_slot
-    return control
-
-
-def _fill(control: np.ndarray, i: int, slot: int, n: int, sampling: SamplingParams) -> None:
+@lru_cache(maxsize=4096)
+def _words(sampling: SamplingParams) -> tuple[int, ...]:
+    """Pack sampling parameters as six int32: three words, then three floats by their bits. Asked for at every step of a request."""
     seed = sampling.seed or 0
-    control[0, i], control[1, i] = slot, n
-    control[2:5, i] = np.array([max(sampling.top_k, 0), seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
     top_p = sampling.top_p if 0.0 < sampling.top_p <= 1.0 else 1.0
-    control[5:8, i] = np.array([sampling.temperature, top_p, max(sampling.min_p, 0.0)], np.float32).view(np.int32)
+    code = np.array([max(sampling.top_k, 0), seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
+    number = np.array([sampling.temperature, top_p, max(sampling.min_p, 0.0)], np.float32)
+    return (*code.view(np.int32).tolist(), *number.view(np.int32).tolist())
 
 
 def unpack_decode(control: jax.Array) -> tuple[DecodeBatch, RowSampling]:

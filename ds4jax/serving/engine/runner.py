@@ -130,7 +130,7 @@ class Runner:
     def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> Step:
         """Enqueue one prefill chunk; see `Device.prefill`."""
         bucket = nearest(self.prefill_buckets, len(tokens))
-        return self._launch(("prefill", bucket), batch.prefill_control(slot, tokens, sampling, bucket, self.n_slots), 1)
+        return self._launch(("prefill", bucket), batch.prefill_control(slot, tokens, sampling, bucket), 1)
 
     def clear(self, slot: int) -> None:
         """Enqueue the clearing of a slot."""
@@ -205,7 +205,7 @@ class Runner:
         sampling = SamplingParams(seed=0)
         last: Any = None
         for bucket in self.prefill_buckets:
-            last = self._launch(("prefill", bucket), batch.prefill_control(outside, [0], sampling, bucket, outside), 1)
+            last = self._launch(("prefill", bucket), batch.prefill_control(outside, [0], sampling, bucket), 1)
         for bucket in self.decode_buckets:
             last = self._launch(("decode", bucket), batch.decode_control([Row(outside, 0, sampling)], bucket, outside), 1)
         self.clear(0)
