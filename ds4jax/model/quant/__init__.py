@@ -6,17 +6,10 @@ from ds4jax.model.quant.joined import Joined, places, project
 from ds4jax.model.quant.layouts import LAYOUTS
 from ds4jax.model.quant.matmul import dot, matmul
 from ds4jax.model.quant.qtensor import QTensor, field_shapes, pack, row_bytes, take_layer, unpack
+from ds4jax.model.quant.repack import PREPARED, prepare
 from ds4jax.model.quant.rows import embed, grouped_matmul
 
 KINDS = tuple(LAYOUTS)
-PREPARED: dict[str, str] = {}  # replaced by repack.PREPARED
-
-
-def prepare(w: QTensor) -> QTensor:  # replaced by repack.prepare
-    """Return w."""
-    return w
-
-
 
 __all__ = [
     "KINDS",

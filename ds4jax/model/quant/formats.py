@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ds4jax.model.quant import kquants
+from ds4jax.model.quant import kquants, repack
 from ds4jax.model.quant.iq2 import iq2_xxs
 from ds4jax.model.quant.qtensor import QTensor
 
@@ -72,4 +72,6 @@ _DECODERS: dict[str, Callable[[dict[str, Array]], Array]] = {
     "Q6_K": kquants.q6_k,
     "IQ2_XXS": iq2_xxs,
     "MXFP4": _mxfp4,
+    "IQ2_XXS:words": repack.iq2_xxs_words,
+    "Q2_K:words": lambda fields: kquants.q2_k(repack.restore_q2_k(fields)),
 }

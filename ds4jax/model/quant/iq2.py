@@ -19,14 +19,14 @@ _CODEBOOK = (
     "5819586459405a086004601060406068610061556218626064006405651065126584684280008002800a80418082810481188140821184018404841084158440"
     "8460850085468594860986408660880289048a11900490109024904090a1911691809245940094229444955198819920a002a050a085a109a200a418a850a904"
 )
-_SELECTORS = np.frombuffer(bytes.fromhex(_CODEBOOK), ">u2").astype(np.uint32)
+SELECTORS = np.frombuffer(bytes.fromhex(_CODEBOOK), ">u2").astype(np.uint32)
 
 _Integers = TypeVar("_Integers", np.ndarray, Array)
 
 
 def codebook() -> np.ndarray:
     """Expand the codebook: int32 [256, 8], entries 8, 25 or 43."""
-    return _magnitude(_SELECTORS[:, None] >> np.arange(0, 16, 2, dtype=np.uint32) & 3).astype(np.int32)
+    return _magnitude(SELECTORS[:, None] >> np.arange(0, 16, 2, dtype=np.uint32) & 3).astype(np.int32)
 
 
 def iq2_xxs(fields: dict[str, Array]) -> Array:
@@ -45,7 +45,7 @@ def iq2_xxs(fields: dict[str, Array]) -> Array:
     pattern = pattern | lax.population_count(pattern) << 7
     # Looking up 16-bit selectors and computing magnitudes is twice as fast on a CPU as looking up vectors of eight.
     j = _counter(*pattern.shape, 8)
-    magnitude = _magnitude(jnp.asarray(_SELECTORS)[entry][..., None] >> 2 * j & 3).astype(jnp.int32)
+    magnitude = _magnitude(jnp.asarray(SELECTORS)[entry][..., None] >> 2 * j & 3).astype(jnp.int32)
     quants = jnp.where(pattern[..., None] >> j & 1 == 1, -magnitude, magnitude).astype(jnp.float32)
     return (scale[..., None, None] * quants).reshape(*index.shape[:-1], -1)
 

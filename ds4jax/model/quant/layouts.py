@@ -39,6 +39,8 @@ class Layout:
 
 def layout_of(kind: str) -> Layout:
     """Look up a block type by its GGUF name. Raises ModelFileError that lists the known ones."""
+    if kind in PREPARED_LAYOUTS:
+        return PREPARED_LAYOUTS[kind]
     if kind not in LAYOUTS:
         raise ModelFileError(f"tensor type {kind} cannot be used as a weight; known types are {', '.join(LAYOUTS)}. Requantise the file.")
     return LAYOUTS[kind]
@@ -81,5 +83,13 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "Q6_K": _layout(256, [("q", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("d", "<f2")]),
         "IQ2_XXS": _layout(256, [("d", "<f2"), ("groups", [("index", "<u4"), ("signs", "<u4")], 8)]),
         "MXFP4": _layout(32, [("exponent", "u1"), ("q", "u1", 16)]),
+    }
+)
+
+# Of weights put in order for kernels (`repack`). They are in no file: the blocks only say how many elements of a field 256 values need.
+PREPARED_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        "IQ2_XXS:words": _layout(256, [("code0", "<u4", 8), ("code1", "<u4", 8), ("sign", "<u4", 8), ("scale", "u1", 8), ("d", "<f2")]),
+        "Q2_K:words": _layout(256, [("q", "<u4", 16), ("scales", "u1", 16), ("d", "<f2"), ("dmin", "<f2")]),
     }
 )

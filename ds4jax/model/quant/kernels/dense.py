@@ -44,7 +44,7 @@ def dense_matmul(
     """
     (m, _), (_, n, k) = x.shape, w.shape
     n_out = n if swiglu_clamp is None else n // 2
-    statics = {"n_out": n_out, "k": k, "per_group": n // groups, "clamp": swiglu_clamp, "kind": w.kind}
+    statics: dict[str, Any] = {"n_out": n_out, "k": k, "per_group": n // groups, "clamp": swiglu_clamp, "kind": w.kind}
     fields = [w.fields["q"], w.fields["d"]] if w.kind == "Q8_0" else [w.fields["w"]]
     out = jax.ShapeDtypeStruct((m, n_out), out_dtype)
     if m <= FEW:
@@ -113,6 +113,6 @@ def _many(
 
     zero = jnp.zeros((rows, padded), jnp.float32)
     totals = jax.lax.fori_loop(0, k // DEPTH, step, (zero,) if clamp is None else (zero, zero))
-    y = totals[0] if clamp is None else _swiglu(*totals, clamp)
+    y = totals[0] if clamp is None else _swiglu(totals[0], totals[1], clamp)
     at = (member[None, :], (first + jnp.arange(rows))[:, None])
     plt.store(out_ref.at[at[0], at[1]], y.astype(out_ref.dtype), mask=(member < m)[None, :])
