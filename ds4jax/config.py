@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +284,8 @@ class ServerConfig:
     """What the HTTP edge needs to know.
 
     model_id: the id that replies carry and /v1/models lists; aliases: further ids; default_max_tokens: completion length when a request
-    names none; keepalive_s: seconds of silence in a stream before a comment is sent; body_limit_bytes: largest request body.
+    names none; keepalive_s: seconds of silence in a stream before a comment is sent; body_limit_bytes: largest request body;
+    api_keys: one of them must come with each request (none: the server is open).
     """
 
     host: str = "127.0.0.1"
@@ -297,6 +298,7 @@ class ServerConfig:
     prompt_style: str = "deepseek"
     keepalive_s: float = 5.0
     body_limit_bytes: int = 64 << 20
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # a secret: it must not end up in a log
 
 
 def cache_directory() -> Path:

@@ -67,6 +67,28 @@ def _check_port(host: str, port: int) -> tuple[str, int]:
     return host, port
 
 
+def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """Collect the keys of `--api-key` and of the file: one a line, where empty lines and those that start with # do not count.
+
+    Raises ConfigError for a key that cannot be sent in a header, and for a file that cannot be read or holds none: a server that was
+    to be closed must not start open.
+    """
+    found = list(keys)
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {file}: cannot be read ({error}); name a text file with one key a line") from None
+        in_file = [line for line in lines if line and not line.startswith("#")]
+        if not in_file:
+            raise ConfigError(f"--api-key-file {file}: there is no key in it; write one a line, or leave the option out")
+        found += in_file
+    for key in found:
+        if not key or not all("!" <= letter <= "~" for letter in key):  # never show it: this goes to a log
+            raise ConfigError("--api-key: a key is empty, or has spaces or letters beyond ASCII; choose another")
+    return tuple(dict.fromkeys(found))
+
+
 def choose_backend(backend: str | None, cpu: bool, cuda: bool, gpu: str | None) -> tuple[Backend, int | None]:
     """Return the backend that was asked for ("auto" if none) and the GPU's id, if one was named.
 

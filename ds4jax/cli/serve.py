@@ -1,4 +1,4 @@
-"""`ds4jax serve`: the OpenAI-compatible server."""
+"""`ds4jax serve`: the server, which speaks the OpenAI and Anthropic APIs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def serve(
     listen: Annotated[str | None, typer.Option(help="HOST:PORT, in place of --host and --port.")] = None,
     host: Annotated[str | None, typer.Option(help=f"Default {ServerConfig.host}: this machine alone.")] = None,
     port: Annotated[int | None, typer.Option(help=f"Default {ServerConfig.port}; 0 takes any free port.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="A key that requests must carry; may be repeated.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Such keys, one a line; others cannot read them off the process list.")] = None,
     cors: Annotated[bool, typer.Option("--cors", help="Let web pages of other origins use the server.")] = False,
     batched_session: Annotated[int, typer.Option(min=1, help="Slots: sessions that decode together.")] = EngineConfig.slots,
     ctx: Annotated[int, typer.Option("-c", "--ctx", min=2, help="Context of each slot, in tokens.")] = EngineConfig.ctx,
@@ -44,7 +46,8 @@ def serve(
     from ds4jax.cli import console
     from ds4jax.cli.ds4_flags import take_ds4_flags
     from ds4jax.cli.loading import Numerics, open_engine
-    from ds4jax.cli.options import choose_backend, choose_model, engine_config, parse_address
+    from ds4jax.cli.options import choose_backend, choose_model, engine_config, parse_address, read_api_keys
+    from ds4jax.serving.http.serve import reserve, run
 
     take_ds4_flags(context.args, console.warn)
     if chdir is not None:
@@ -56,16 +59,15 @@ def serve(
     )
     server_settings = ServerConfig(
         host=address, port=port_number, model_id=choice.model_id, aliases=choice.aliases, strict_model=strict_model,
-        default_max_tokens=tokens, cors=cors, prompt_style=prompt_style,
+        default_max_tokens=tokens, cors=cors, prompt_style=prompt_style, api_keys=read_api_keys(api_key or [], api_key_file),
     )  # fmt: skip
     numerics = Numerics(kv_quant, dtype)
     wanted, gpu_id = choose_backend(backend, cpu, cuda, gpu)
 
     console.log_to_stderr()
-    with open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=True) as (engine, tokenizer):
-        from ds4jax.serving.http.serve import run
-
-        run(engine, tokenizer, server_settings, on_ready=lambda url: announce(url, choice.model_id))
+    reserved = reserve(address, port_number)
+    with reserved, open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=True) as (engine, tokenizer):
+        run(engine, tokenizer, server_settings, reserved=reserved, on_ready=lambda url: announce(url, choice.model_id))
         compiling = engine.compiling
     if compiling:
         # A compilation cannot be interrupted, and an orderly exit would wait for it; nothing else is left to do or to save.

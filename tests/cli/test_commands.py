@@ -1,7 +1,7 @@
 """The commands as a user starts them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,12 +33,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(path=path, engine=config, device=device)
         yield SimpleNamespace(compiling=False), "tokenizer"
 
-    def run_server(engine: Any, tokenizer: str, config: ServerConfig, *, on_ready: Any) -> None:
+    def run_server(engine: Any, tokenizer: str, config: ServerConfig, *, reserved: Any, on_ready: Any) -> None:
         seen.update(server=config)
         on_ready("http://127.0.0.1:8080")
 
     monkeypatch.setattr("ds4jax.cli.loading.open_engine", open_engine)
     monkeypatch.setattr("ds4jax.serving.http.serve.run", run_server)
+    monkeypatch.setattr("ds4jax.serving.http.serve.reserve", lambda host, port: nullcontext())
     return seen
 
 

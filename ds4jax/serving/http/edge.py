@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import orjson
 from hypercorn.typing import ASGIReceiveCallable, ASGIReceiveEvent, ASGISendCallable, Scope
@@ -19,6 +19,8 @@ from ds4jax.serving.http.call import Call, ModelNotFoundError
 from ds4jax.serving.http.generation import SHUTTING_DOWN, Generation
 from ds4jax.serving.metrics import Metrics
 from ds4jax.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 _CLIENT = "ds4jax.client"
 
@@ -41,20 +43,33 @@ class Edge:
     async def start(self, read: Callable[[bytes], Call]) -> Generation:
         """Read the body of the current request as a call, and submit it.
 
-        Reading runs in a worker thread: a long prompt takes longer to parse and encode than other streams may wait.
         The generation is closed when the client leaves or has its reply. Raises CancelledError if it has left already.
         """
         client: ClientConnection = cast(dict[str, Any], request.scope)[_CLIENT]
-        call = await asyncio.to_thread(read, cast(bytes, await request.get_data(as_text=False)))
+        call = await self.read_body(read)
         self._check_model(call.model)
         if client.gone:
             raise asyncio.CancelledError
-        if self._closing or not self.engine.alive():
-            raise EngineStoppedError(SHUTTING_DOWN if self._closing else "the engine has stopped; restart the server")
+        if (refusal := self.refusal) is not None:
+            raise EngineStoppedError(refusal)
         generation = Generation(call, self.engine, self.tokenizer, self.metrics)
         self._open.add(generation)
         client.adopt(generation)
         return generation
+
+    async def read_body(self, read: Callable[[bytes], T]) -> T:
+        """Give the body of the current request to `read`; return or raise what that does.
+
+        It runs in a worker thread: a long prompt takes longer to parse and encode than other streams may wait.
+        """
+        return await asyncio.to_thread(read, cast(bytes, await request.get_data(as_text=False)))
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no call can be taken now, or None if one can."""
+        if self._closing:
+            return SHUTTING_DOWN
+        return None if self.engine.alive() else "the engine has stopped; restart the server"
 
     def _check_model(self, model: str) -> None:
         """Refuse an unknown model if the server was started to be strict; else any name means the model that is loaded."""

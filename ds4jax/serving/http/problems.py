@@ -9,6 +9,7 @@ from typing import Any
 from werkzeug.exceptions import HTTPException
 
 from ds4jax.errors import ContextLengthError, EngineStoppedError, QueueFullError, RequestError
+from ds4jax.serving.http.access import UnauthorizedError
 from ds4jax.serving.http.call import ModelNotFoundError
 
 INVALID = "invalid_request_error"
@@ -36,6 +37,8 @@ def describe(error: Exception, *, body_limit_bytes: int) -> Problem:
             return Problem(400, str(error), param=error.param, code="context_length_exceeded", extra=sizes)
         case ModelNotFoundError():
             return Problem(404, str(error), param=error.param, code="model_not_found")
+        case UnauthorizedError():
+            return Problem(401, str(error), code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         case RequestError():
             return Problem(400, str(error), param=error.param)
         case QueueFullError():
@@ -53,7 +56,7 @@ def _describe_http(error: HTTPException, body_limit_bytes: int) -> Problem:
     """Reword what the framework raises."""
     status = error.code or 500
     messages = {
-        404: "unknown endpoint; see /v1/models, /v1/chat/completions and /v1/completions",
+        404: "unknown endpoint; see /v1/models, /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
         405: "this endpoint does not take that method; the Allow header lists those it does",
         408: "the request body did not arrive in time; send the request again",
         413: f"the request body is larger than this server takes ({body_limit_bytes} bytes); send less",

@@ -38,30 +38,48 @@ def run(
     tokenizer: Tokenizer,
     config: ServerConfig,
     *,
+    reserved: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
     grace_s: float = GRACE_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM; blocks. Call it on the main thread.
 
     The first signal stops new connections and lets open replies end within grace_s seconds; a second one exits at once.
-    on_ready gets the URL once connections are accepted; port 0 takes a free port, and the URL tells which.
-    Raises ConfigError when the address cannot be had.
+    reserved: the address, if it was taken earlier; this closes it. on_ready gets the URL once connections are accepted; port 0
+    takes a free port, and the URL tells which. Raises ConfigError when the address cannot be had.
     """
-    listener = listen(config.host, config.port)
+    listener = listen(config.host, config.port, reserved)
     if on_ready is not None:
         on_ready(url_of(listener))
     asyncio.run(_run_until_signal(create_app(engine, tokenizer, config), listener, grace_s))
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open the listening socket. Raises ConfigError when the address cannot be had."""
+def reserve(host: str, port: int) -> socket.socket:
+    """Take the address, without accepting connections yet. Raises ConfigError when it cannot be had.
+
+    Loading a model takes minutes: that the port is in use is better said before, and until the model is there clients are
+    refused rather than left waiting.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger there
+        if family == socket.AF_INET6:
+            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        reserved.bind((host, port))
     except (OSError, OverflowError) as error:
+        reserved.close()
         raise ConfigError(
             f"--host {host} --port {port}: cannot listen there ({error}); choose another, --port 0 takes a free one"
         ) from None
+    return reserved
+
+
+def listen(host: str, port: int, reserved: socket.socket | None = None) -> socket.socket:
+    """Open the listening socket, on the reserved one if there is one. Raises ConfigError when the address cannot be had."""
+    listener = reserved or reserve(host, port)
+    listener.listen(_BACKLOG)
+    return listener
 
 
 def url_of(listener: socket.socket) -> str:
