@@ -54,16 +54,18 @@ class ContextLengthError(RequestError):
         n_prompt: tokens of the prompt.
         n_completion: tokens asked for, or None when the request named no maximum (then one is counted).
         param: the request field that holds the prompt.
+        at_least: n_prompt is a lower bound; the prompt was refused unencoded.
     """
 
-    def __init__(self, n_ctx: int, n_prompt: int, n_completion: int | None, param: str = "messages") -> None:
+    def __init__(self, n_ctx: int, n_prompt: int, n_completion: int | None, param: str = "messages", *, at_least: bool = False) -> None:
         completion = 1 if n_completion is None else n_completion
+        bound = "at least " * at_least
         super().__init__(
-            f"This model's maximum context length is {n_ctx} tokens. However, you requested {n_prompt + completion} tokens "
-            f"({n_prompt} in the {param}, {completion} in the completion). Please reduce the length of the {param} or completion.",
+            f"This model's maximum context length is {n_ctx} tokens. However, you requested {bound}{n_prompt + completion} tokens "
+            f"({bound}{n_prompt} in the {param}, {completion} in the completion). Please reduce the length of the {param} or completion.",
             param,
         )
-        self.n_ctx, self.n_prompt = n_ctx, n_prompt
+        self.n_ctx, self.n_prompt, self.n_completion = n_ctx, n_prompt, completion
 
 
 class QueueFullError(Ds4jaxError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -87,6 +88,11 @@ class Tokenizer:
         """The id of an added token, or None where the vocabulary lacks it."""
         token_id = self._id_of.get(literal)
         return token_id if token_id in self._added else None
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token that `encode` can give: n bytes of text are at least n / this many tokens."""
+        return max(len(self.token_bytes(i)) for i in range(self.n_vocab) if i not in self._added)
 
     @property
     def n_vocab(self) -> int:

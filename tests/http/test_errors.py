@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ds4jax.errors import EngineStoppedError, QueueFullError
+from ds4jax.text.tokenizer import Tokenizer
 from tests.http.conftest import MakeApp, MakeEngine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -137,6 +138,22 @@ async def test_overflow_is_told_as_agents_expect_it(
         "n_ctx": 20,
     }
     assert engine.requests == {}
+
+
+@pytest.mark.parametrize(("path", "param"), [(CHAT, "messages"), (TEXT, "prompt")])
+async def test_text_that_can_never_fit_is_refused_unencoded(
+    make_app: MakeApp, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, path: str, param: str
+) -> None:
+    def encode(self: Tokenizer, text: str) -> list[int]:
+        raise AssertionError("this takes seconds for megabytes")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    response = (
+        await make_app(make_engine(n_ctx=20)).test_client().post(path, json={"messages": [{"content": "x" * 30}], "prompt": ["x" * 30]})
+    )
+    error = check_shape(await response.get_json())
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert f"requested at least 31 tokens (at least 30 in the {param}, 1 in the completion)" in error["message"]
 
 
 async def test_an_explicit_length_must_fit_too(make_app: MakeApp, make_engine: MakeEngine) -> None:

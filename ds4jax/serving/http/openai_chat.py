@@ -15,6 +15,7 @@ from ds4jax.serving.http import thinking as thinking_fields
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.params import CommonBody, Number, completion_limit
+from ds4jax.serving.http.prompts import encode_chat
 from ds4jax.serving.http.unsupported import reject_unsupported
 from ds4jax.text import chat
 from ds4jax.text.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
     thinks = thinking_fields.resolve(body, body.model)
     style = cast(chat.PromptStyle, config.prompt_style)
     segments = chat.render(messages, thinking=thinks, style=style)
-    prompt = tuple(chat.to_ids(segments, tokenizer))
+    prompt = encode_chat(segments, tokenizer, n_ctx, "messages")
     # Without thinking the think tags end a reply too: it must not contain them.
     tags = () if thinks else (tokenizer.think_id, tokenizer.end_think_id)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

@@ -12,6 +12,7 @@ from ds4jax.serving.http import strict_json
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.params import CommonBody, completion_limit
+from ds4jax.serving.http.prompts import encode_text
 from ds4jax.serving.http.unsupported import reject_unsupported
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
             sampling=sampling,
             stop_token_ids=body.stop_tokens(tokenizer.eos_id),
         )
-        for ids in _prompts(body.prompt, tokenizer)
+        for ids in _prompts(body.prompt, tokenizer, n_ctx)
     ]
     return Call(
         endpoint="completions",
@@ -80,10 +81,10 @@ class CompletionChunks:
         return {**self._head, "choices": [{"text": text, "index": index, "finish_reason": finish_reason}]}
 
 
-def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Read every form of prompt as token ids. Text starts a document, so it gets a BOS; ids are taken as they are."""
+def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, n_ctx: int) -> list[tuple[int, ...]]:
+    """Read every form of prompt as token ids. Ids are taken as they are."""
     if isinstance(prompt, str):
-        return [_encode(prompt, tokenizer)]
+        return [encode_text(prompt, tokenizer, n_ctx, "prompt")]
     if not prompt:
         raise RequestError("prompt: the list is empty; send text, token ids, or a list of either", "prompt")
     if all(isinstance(item, int) for item in prompt):
@@ -91,16 +92,12 @@ def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) ->
     prompts = []
     for i, item in enumerate(prompt):
         if isinstance(item, str):
-            prompts.append(_encode(item, tokenizer))
+            prompts.append(encode_text(item, tokenizer, n_ctx, "prompt"))
         elif isinstance(item, list):
             prompts.append(_checked(item, f"prompt[{i}]", tokenizer))
         else:
             raise RequestError(f"prompt[{i}]: a token id among texts; send ids as a list of their own", f"prompt[{i}]")
     return prompts
-
-
-def _encode(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    return (tokenizer.bos_id, *tokenizer.encode(text))
 
 
 def _checked(ids: list[Any], place: str, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from ds4jax.errors import EngineStoppedError
+from ds4jax.errors import EngineStoppedError, QueueFullError, RequestError
 from ds4jax.serving.engine.api import EngineClient, Event, Finish, FinishReason, GenerateRequest
 
 IndexedEvent = tuple[int, Event]
@@ -22,7 +22,8 @@ class EventStream:
     def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest]) -> None:
         """Submit the requests, all or none. Call it on the loop that will read the events.
 
-        Raises what EngineClient.submit raises; requests submitted before the refused one are cancelled.
+        Raises what EngineClient.submit raises; requests submitted before the refused one are cancelled. More requests than the
+        server ever holds raise RequestError instead of QueueFullError: no retry could succeed.
         """
         self._engine = engine
         self._loop = asyncio.get_running_loop()
@@ -33,6 +34,13 @@ class EventStream:
         try:
             for index, request in enumerate(requests):
                 self._running[index] = engine.submit(request, partial(self._deliver, index))
+        except QueueFullError as error:
+            self.close()
+            most = engine.stats().n_slots + error.n_waiting
+            if len(requests) > most:
+                text = f"prompt: {len(requests)} completions in one request, but this server takes at most {most} at once; send fewer"
+                raise RequestError(text, "prompt") from None
+            raise
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,28 @@
+"""Prompts to token ids, where one that can never fit is refused before the work of encoding it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds4jax.errors import ContextLengthError
+from ds4jax.text import chat
+from ds4jax.text.tokenizer import Tokenizer
+
+
+def encode_chat(segments: Sequence[chat.Segment], tokenizer: Tokenizer, n_ctx: int, param: str) -> tuple[int, ...]:
+    """Encode a rendered conversation. Raises ContextLengthError naming `param` if its text is too long to fit for certain."""
+    _check_length(sum(len(segment.text) for segment in segments if isinstance(segment, chat.Text)), tokenizer, n_ctx, param)
+    return tuple(chat.to_ids(segments, tokenizer))
+
+
+def encode_text(text: str, tokenizer: Tokenizer, n_ctx: int, param: str) -> tuple[int, ...]:
+    """Encode raw text, which starts a document and so gets a BOS. Raises ContextLengthError as `encode_chat` does."""
+    _check_length(len(text), tokenizer, n_ctx, param)
+    return (tokenizer.bos_id, *tokenizer.encode(text))
+
+
+def _check_length(n_characters: int, tokenizer: Tokenizer, n_ctx: int, param: str) -> None:
+    """Refuse text that would not fit even if every token were the longest there is: encoding megabytes takes seconds of a core."""
+    n_least = -(-n_characters // tokenizer.longest_token_bytes)  # a character has at least one byte
+    if n_least >= n_ctx:
+        raise ContextLengthError(n_ctx, n_least, None, param, at_least=True)
