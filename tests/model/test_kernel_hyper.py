@@ -1,0 +1,82 @@
+"""Kernels of hyper-connections and of the router against the plain path, and that they lower for a GPU at Flash's shapes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ds4jax.model import hyper as plain
+from ds4jax.model import quant
+from ds4jax.model.kernels import hyper, router
+from ds4jax.model.moe import MIN_WEIGHT_SUM
+from ds4jax.model.norm import rms_norm
+from tests.model.lowering import lower_for_cuda
+from tests.model.test_quant import random_weight
+
+H, D, L = 4, 256, 2
+N_MIX = 2 * H + H * H
+LAYER = np.int32([1])
+STATICS = {"n_iter": 20, "hc_eps": 1e-6, "rms_eps": 1e-6}
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("kind", ["F16", "F32"])
+def test_a_site_equals_the_plain_path(kind: str, m: int) -> None:
+    keys = jax.random.split(jax.random.key(m), 8)
+    x, parts = jax.random.normal(keys[0], (m, H, D)), [jax.random.normal(k, (m, n, D)) for k, n in ((keys[1], 3), (keys[2], 1))]
+    post, comb = jax.random.uniform(keys[3], (m, H)), jax.random.uniform(keys[4], (m, H, H))
+    fn = random_weight(kind, (L, N_MIX, H * D))
+    scale, base, norm = (jax.random.normal(k, (L, n)) for k, n in zip(keys[5:], (3, N_MIX, D), strict=True))
+
+    got_x, products = hyper.advance(x, parts, post, comb, fn, LAYER)
+    want_x = plain.HyperConnection.post(sum(p.sum(axis=1) for p in parts), x, post, comb)
+    np.testing.assert_allclose(got_x, want_x, atol=1e-5)
+
+    y, got_post, got_comb = hyper.enter(got_x, products, scale, base, norm, LAYER, **STATICS)
+    mix = quant.matmul(rms_norm(want_x.reshape(m, -1), 1e-6), quant.take_layer(fn, 1))
+    s, b = scale[1], base[1][None]
+    pre = jax.nn.sigmoid(mix[:, :H] * s[0] + b[:, :H]) + 1e-6
+    np.testing.assert_allclose(got_post, 2 * jax.nn.sigmoid(mix[:, H : 2 * H] * s[1] + b[:, H : 2 * H]), atol=1e-5)
+    np.testing.assert_allclose(got_comb, plain.sinkhorn((mix[:, 2 * H :] * s[2] + b[:, 2 * H :]).reshape(m, H, H), 20, 1e-6), atol=1e-5)
+    np.testing.assert_allclose(y, rms_norm(plain.weighted_sum(pre, want_x), 1e-6, norm[1]), atol=2e-5)
+
+
+@pytest.mark.parametrize(("m", "e"), [(1, 6), (5, 6), (4, 16)])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_the_router_chooses_as_the_plain_path(m: int, e: int, by_token: bool) -> None:
+    rng = np.random.default_rng(m)
+    logits, bias = rng.normal(size=(m, e)).astype(np.float32), rng.normal(size=(L, e)).astype(np.float32)
+    logits[0] = 0.25
+    bias[1, :3] = bias[1, 3:6].max() + 1  # equal scores: the lower ids are chosen
+    table = rng.random((L, 10, e)).argsort(axis=2)[:, :, :3].astype(np.int32)
+    token, live = rng.integers(0, 10, m).astype(np.int32), np.arange(m) != 2
+    tables = (None, jnp.asarray(table)) if by_token else (jnp.asarray(bias), None)
+    weight, pairs = router.choose(jnp.asarray(logits), *tables, token, live, LAYER, n_used=3, scale=1.5, least=MIN_WEIGHT_SUM)
+
+    score = np.sqrt(np.log1p(np.exp(logits)))
+    expert = table[1][token] if by_token else np.asarray(jax.lax.top_k(score + bias[1], 3)[1])
+    want = np.take_along_axis(score, expert, axis=1)
+    np.testing.assert_allclose(weight, want / want.sum(axis=1, keepdims=True) * 1.5, rtol=1e-5)
+    chosen = np.where(live[:, None], expert, e).reshape(-1)
+    order = np.argsort(chosen, kind="stable")
+    np.testing.assert_array_equal(pairs.home, order)
+    np.testing.assert_array_equal(pairs.expert, chosen[order])
+
+
+@pytest.mark.parametrize("m", [1, 64])
+def test_they_lower_for_a_gpu(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+    def f32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer, token = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((m,), jnp.int32)
+    fn = quant.QTensor("F16", quant.field_shapes("F16", (20, 24, 4 * 4096)))
+    assert hyper.fits(4, 4096, "F16")
+    lower_for_cuda(monkeypatch, hyper.advance, f32(m, 4, 4096), [f32(m, 6, 4096), f32(m, 1, 4096)], f32(m, 4), f32(m, 4, 4), fn, layer)
+    enter = partial(hyper.enter, **STATICS)
+    lower_for_cuda(monkeypatch, enter, f32(m, 4, 4096), f32(m, 32, 32), f32(20, 3), f32(20, 24), f32(20, 4096), layer)
+    choose = partial(router.choose, n_used=6, scale=1.5, least=MIN_WEIGHT_SUM)
+    lower_for_cuda(monkeypatch, choose, f32(m, 256), f32(20, 256), None, token, token, layer)
+    table = jax.ShapeDtypeStruct((3, 129280, 6), jnp.int32)
+    lower_for_cuda(monkeypatch, choose, f32(m, 256), None, table, token, token, layer)
