@@ -9,10 +9,9 @@ from quart import Quart, Response, request
 
 from ds4jax.config import ServerConfig
 from ds4jax.serving.engine.api import EngineClient
-from ds4jax.serving.http import openai, status
+from ds4jax.serving.http import anthropic, anthropic_events, openai, openai_common, status
 from ds4jax.serving.http.access import add_access
 from ds4jax.serving.http.edge import Edge, ReleaseAtEnd, json_response
-from ds4jax.serving.http.openai_common import error_object
 from ds4jax.serving.http.problems import describe
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -30,6 +29,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig)
     app.extensions[EDGE] = edge
     app.asgi_app = ReleaseAtEnd(app.asgi_app, edge)  # type: ignore[method-assign]
     app.register_blueprint(openai.blueprint(edge))
+    app.register_blueprint(anthropic.blueprint(edge))
     app.register_blueprint(status.blueprint(edge))
     add_access(app, config.api_keys, cors=config.cors)
     _add_errors(app, config.body_limit_bytes)
@@ -50,6 +50,7 @@ def _add_errors(app: Quart, body_limit_bytes: int) -> None:
         problem = describe(error, body_limit_bytes=body_limit_bytes)
         if problem.status >= 500:
             log.error("%s %s failed", request.method, request.path, exc_info=error)
-        response = json_response(error_object(problem), status=problem.status)
+        shape = anthropic_events if request.path.startswith(anthropic.PREFIX) else openai_common
+        response = json_response(shape.error_object(problem), status=problem.status)
         response.headers.update(problem.headers)
         return response

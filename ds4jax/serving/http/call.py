@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ds4jax.errors import RequestError
+from ds4jax.errors import Ds4jaxError, RequestError
 from ds4jax.serving.engine.api import GenerateRequest
 
 
@@ -35,6 +35,10 @@ class ModelNotFoundError(RequestError):
         super().__init__(f"The model `{model}` is not served here; use one of: {', '.join(served)}.", "model")
 
 
-def new_id(prefix: str) -> str:
+class GenerationFailedError(Ds4jaxError):
+    """The engine could not finish the reply, and the API has no other way to say so in a reply that does not stream."""
+
+
+def new_id(prefix: str, separator: str = "-") -> str:
     """Make an id that no other call has, in this process or another."""
-    return f"{prefix}-{uuid.uuid4().hex[:24]}"
+    return f"{prefix}{separator}{uuid.uuid4().hex[:24]}"

@@ -16,6 +16,7 @@ from ds4jax.errors import EngineStoppedError
 from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http import thinking
 from ds4jax.serving.http.call import Call, ModelNotFoundError
+from ds4jax.serving.http.conversation import Served
 from ds4jax.serving.http.generation import SHUTTING_DOWN, Generation
 from ds4jax.serving.metrics import Metrics
 from ds4jax.text.tokenizer import Tokenizer
@@ -36,6 +37,11 @@ class Edge:
         self._closing = False
 
     @property
+    def served(self) -> Served:
+        """What a reader of bodies has to know."""
+        return Served(self.tokenizer, self.engine.n_ctx, self.config)
+
+    @property
     def served_models(self) -> tuple[str, ...]:
         """The ids that are listed."""
         return (self.config.model_id, *self.config.aliases)
@@ -47,7 +53,7 @@ class Edge:
         """
         client: ClientConnection = cast(dict[str, Any], request.scope)[_CLIENT]
         call = await self.read_body(read)
-        self._check_model(call.model)
+        self.check_model(call.model)
         if client.gone:
             raise asyncio.CancelledError
         if (refusal := self.refusal) is not None:
@@ -71,9 +77,9 @@ class Edge:
             return SHUTTING_DOWN
         return None if self.engine.alive() else "the engine has stopped; restart the server"
 
-    def _check_model(self, model: str) -> None:
+    def check_model(self, model: str | None) -> None:
         """Refuse an unknown model if the server was started to be strict; else any name means the model that is loaded."""
-        if self.config.strict_model and model not in self.served_models and model not in thinking.ALIASES:
+        if self.config.strict_model and model is not None and model not in self.served_models and model not in thinking.ALIASES:
             raise ModelNotFoundError(model, self.served_models)
 
     def abort_all(self) -> None:

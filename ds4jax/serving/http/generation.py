@@ -99,6 +99,11 @@ class Generation:
         self._events = EventStream(engine, call.requests)
 
     @property
+    def started(self) -> bool:
+        """Whether the call has left the queue, so that the counts of its prompt are known."""
+        return self._t_started is not None
+
+    @property
     def ended(self) -> bool:
         """Whether every choice has its ending."""
         return all(choice.ending is not None for choice in self.choices)

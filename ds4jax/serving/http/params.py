@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -52,11 +53,7 @@ class CommonBody(UnsupportedFields):
     @property
     def stop_strings(self) -> list[str]:
         """The stop strings; empty ones can end nothing and are dropped."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        # Every piece of text is searched for all of them: without a bound one request could keep the server busy.
-        if len(given) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in given):
-            raise RequestError(f"stop: expected at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each", "stop")
-        return [stop for stop in given if stop]
+        return checked_stops("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
 
     def stop_tokens(self, *ids: int | None) -> frozenset[int]:
         """Collect the token ids that end a completion: those the vocabulary has, or none at all with `ignore_eos`."""
@@ -73,6 +70,14 @@ class CommonBody(UnsupportedFields):
             temperature, top_p = 0.0, 1.0
         top_k = min(max(top_k, 0), _ENGINE_TOP_K)
         return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+
+
+def checked_stops(name: str, given: Sequence[str]) -> list[str]:
+    """Check stop strings, and drop the empty ones. Raises RequestError naming the field."""
+    # Every piece of text is searched for all of them: without a bound one request could keep the server busy.
+    if len(given) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in given):
+        raise RequestError(f"{name}: expected at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each", name)
+    return [stop for stop in given if stop]
 
 
 def completion_limit(name: str, asked: Number | None, *, n_prompt: int, n_ctx: int, default: int, param: str) -> int:

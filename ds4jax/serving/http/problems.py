@@ -10,7 +10,7 @@ from werkzeug.exceptions import HTTPException
 
 from ds4jax.errors import ContextLengthError, EngineStoppedError, QueueFullError, RequestError
 from ds4jax.serving.http.access import UnauthorizedError
-from ds4jax.serving.http.call import ModelNotFoundError
+from ds4jax.serving.http.call import GenerationFailedError, ModelNotFoundError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -18,7 +18,7 @@ SERVER = "server_error"
 
 @dataclass(frozen=True)
 class Problem:
-    """One error, in no API's shape yet. `extra` holds further members of the error object."""
+    """One error, in no API's shape yet. `extra` holds further members of the error object; `overflow`: the prompt that did not fit."""
 
     status: int
     message: str
@@ -27,6 +27,7 @@ class Problem:
     code: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    overflow: ContextLengthError | None = None
 
 
 def describe(error: Exception, *, body_limit_bytes: int) -> Problem:
@@ -34,7 +35,7 @@ def describe(error: Exception, *, body_limit_bytes: int) -> Problem:
     match error:
         case ContextLengthError():
             sizes = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
-            return Problem(400, str(error), param=error.param, code="context_length_exceeded", extra=sizes)
+            return Problem(400, str(error), param=error.param, code="context_length_exceeded", extra=sizes, overflow=error)
         case ModelNotFoundError():
             return Problem(404, str(error), param=error.param, code="model_not_found")
         case UnauthorizedError():
@@ -46,6 +47,8 @@ def describe(error: Exception, *, body_limit_bytes: int) -> Problem:
             return Problem(429, str(error), "rate_limit_error", code="queue_full", headers=retry)
         case EngineStoppedError():
             return Problem(503, str(error), SERVER, code="engine_stopped")
+        case GenerationFailedError():
+            return Problem(500, str(error), SERVER, code="generation_failed")
         case HTTPException():
             return _describe_http(error, body_limit_bytes)
         case _:

@@ -19,8 +19,10 @@ def encode(data: Any, event: str | None = None) -> bytes:
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
 
 
-async def with_keepalive(next_frames: Callable[[float], Awaitable[bytes | None]], keepalive_s: float) -> AsyncIterator[bytes]:
-    """Yield the frames, and a comment after every `keepalive_s` seconds without any.
+async def with_keepalive(
+    next_frames: Callable[[float], Awaitable[bytes | None]], keepalive_s: float, silence: Callable[[], bytes] = lambda: KEEPALIVE
+) -> AsyncIterator[bytes]:
+    """Yield the frames, and what `silence` says (a comment) after every `keepalive_s` seconds without any.
 
     next_frames(until) waits for work until the loop's clock shows `until`, and returns encoded events, b"" if there are
     none to send, or None at the end. Silence counts from the last write, not from the last engine event: prefill
@@ -30,7 +32,7 @@ async def with_keepalive(next_frames: Callable[[float], Awaitable[bytes | None]]
     deadline = loop.time() + keepalive_s
     while (frames := await next_frames(deadline)) is not None:
         if not frames and loop.time() >= deadline:
-            frames = KEEPALIVE
+            frames = silence()
         if frames:
             yield frames
             deadline = loop.time() + keepalive_s

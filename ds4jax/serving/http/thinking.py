@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -27,26 +28,38 @@ class ThinkingFields(Protocol):
     chat_template_kwargs: dict[str, Any] | None
 
 
-def resolve(fields: ThinkingFields, model: str | None) -> bool:
+@dataclass(frozen=True)
+class Effort:
+    """A further field with an effort, in APIs that nest it. decides: any effort there outweighs the model's alias."""
+
+    field: str
+    value: str | None
+    decides: bool = False
+
+
+def resolve(fields: ThinkingFields, model: str | None, *nested: Effort) -> bool:
     """Decide whether to think; without any hint, yes.
 
     An effort of "none" always means no. Then the first explicit switch counts (`thinking`, `think`, then
     `chat_template_kwargs.enable_thinking` and `.thinking`), then the model's alias. Raises RequestError naming the field.
     """
-    effort = fields.reasoning_effort
-    if effort is not None and effort not in EFFORTS:
-        raise RequestError(f"reasoning_effort: got {effort!r}, expected one of {', '.join(EFFORTS)}", "reasoning_effort")
+    efforts = [Effort("reasoning_effort", fields.reasoning_effort), *nested]
+    for effort in efforts:
+        if effort.value is not None and effort.value not in EFFORTS:
+            raise RequestError(f"{effort.field}: got {effort.value!r}, expected one of {', '.join(EFFORTS)}", effort.field)
     explicit = list(_switches(fields))  # all of them, so that a wrong one is told even if another decides
-    if effort == "none":
+    if any(effort.value == "none" for effort in efforts):
         return False
-    return explicit[0] if explicit else ALIASES.get(model or "", True)
+    if explicit:
+        return explicit[0]
+    return any(effort.decides and effort.value for effort in efforts) or ALIASES.get(model or "", True)
 
 
 def _switches(fields: ThinkingFields) -> Iterator[bool]:
     match fields.thinking:
         case msgspec.UNSET:
             pass
-        case None | True | {"type": "enabled"}:
+        case None | True | {"type": "enabled" | "adaptive"}:
             yield True
         case False | {"type": "disabled"}:
             yield False

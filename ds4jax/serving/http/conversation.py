@@ -1,0 +1,69 @@
+"""What the APIs that send a conversation have in common once it is read: one call with one choice. No API's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from ds4jax.config import ServerConfig
+from ds4jax.serving.engine.api import GenerateRequest
+from ds4jax.serving.http import thinking
+from ds4jax.serving.http.params import CommonBody, Number, completion_limit
+from ds4jax.serving.http.prompts import encode_chat
+from ds4jax.text import chat
+from ds4jax.text.tokenizer import Tokenizer
+
+
+class ConversationBody(CommonBody, kw_only=True):
+    """Fields of every API that sends a conversation: the spellings of the thinking switch."""
+
+    thinking: thinking.Switch = msgspec.UNSET
+    think: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a reader of bodies has to know of the server."""
+
+    tokenizer: Tokenizer
+    n_ctx: int
+    config: ServerConfig
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation. opens_reasoning: the model's first tokens are reasoning."""
+
+    ids: tuple[int, ...]
+    thinks: bool
+    opens_reasoning: bool
+
+
+def render(messages: Sequence[chat.Message], served: Served, *, thinks: bool, param: str) -> Prompt:
+    """Render and encode a conversation. Raises RequestError, or ContextLengthError naming `param`."""
+    segments = chat.render(messages, thinking=thinks, style=cast(chat.PromptStyle, served.config.prompt_style))
+    return Prompt(encode_chat(segments, served.tokenizer, served.n_ctx, param), thinks, chat.opens_reasoning(segments))
+
+
+def request_of(prompt: Prompt, body: CommonBody, served: Served, *, limit: tuple[str, Number | None], param: str) -> GenerateRequest:
+    """Ask for the answer to a prompt.
+
+    limit: the field that bounds the answer, and its value. Raises RequestError naming a field at fault, ContextLengthError.
+    """
+    tokenizer = served.tokenizer
+    # Without thinking the think tags end a reply too: it must not contain them.
+    tags = () if prompt.thinks else (tokenizer.think_id, tokenizer.end_think_id)
+    name, asked = limit
+    return GenerateRequest(
+        prompt=prompt.ids,
+        max_tokens=completion_limit(
+            name, asked, n_prompt=len(prompt.ids), n_ctx=served.n_ctx, default=served.config.default_max_tokens, param=param
+        ),
+        sampling=body.sampling(),
+        stop_token_ids=body.stop_tokens(tokenizer.eos_id, *tags),
+    )
