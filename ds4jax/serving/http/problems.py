@@ -11,6 +11,7 @@ from werkzeug.exceptions import HTTPException
 from ds4jax.errors import ContextLengthError, EngineStoppedError, QueueFullError, RequestError
 from ds4jax.serving.http.access import UnauthorizedError
 from ds4jax.serving.http.call import GenerationFailedError, ModelNotFoundError
+from ds4jax.serving.http.responses_store import ResponseNotFoundError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -40,6 +41,9 @@ def describe(error: Exception, *, body_limit_bytes: int) -> Problem:
             return Problem(404, str(error), param=error.param, code="model_not_found")
         case UnauthorizedError():
             return Problem(401, str(error), code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        case ResponseNotFoundError():
+            code = "previous_response_not_found" if error.param == "previous_response_id" else "response_not_found"
+            return Problem(404, str(error), param=error.param, code=code)
         case RequestError():
             return Problem(400, str(error), param=error.param)
         case QueueFullError():

@@ -1,0 +1,134 @@
+"""`/v1/responses`: the body of a request. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ds4jax.errors import RequestError
+from ds4jax.serving.http import conversation, strict_json
+from ds4jax.serving.http.call import Call, new_id
+from ds4jax.serving.http.conversation import ConversationBody, Served
+from ds4jax.serving.http.params import Number
+from ds4jax.serving.http.responses_input import Item, read_input
+from ds4jax.serving.http.responses_store import ResponseStore
+from ds4jax.serving.http.thinking import Effort, resolve
+from ds4jax.serving.http.unsupported import reject_unsupported
+from ds4jax.text.chat import Message
+
+SUMMARIES = ("auto", "concise", "detailed")
+
+
+class Reasoning(msgspec.Struct):
+    """`reasoning` of a request; generate_summary is the older name of summary."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextConfig(msgspec.Struct):
+    """`text` of a request."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesBody(ConversationBody, kw_only=True):
+    """The body of a responses request."""
+
+    input: str | list[str | Item]
+    instructions: str | None = None
+    max_output_tokens: Number | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    include: list[str] | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+
+
+@dataclass(frozen=True)
+class ResponseCall(Call):
+    """A checked call of this API.
+
+    messages: the conversation without its instructions, for whoever continues it; echo: members of the request that a response repeats;
+    shows_reasoning: the client asked to see it; is_kept: the response may be continued by its id.
+    """
+
+    messages: tuple[Message, ...] = ()
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    shows_reasoning: bool = False
+    is_kept: bool = True
+
+
+def read(data: bytes, served: Served, store: ResponseStore) -> ResponseCall:
+    """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault, and ResponseNotFoundError."""
+    body = strict_json.decode(data, ResponsesBody)
+    reject_unsupported(body)
+    _reject_more(body)
+    reasoning = body.reasoning or Reasoning()
+    summary = _summary(reasoning)
+    thinks = resolve(body, body.model, Effort("reasoning.effort", reasoning.effort, decides=True))
+    earlier = () if body.previous_response_id is None else store.get(body.previous_response_id, "previous_response_id").messages
+    messages = (*earlier, *read_input(body.input))
+    instructions = [Message("system", body.instructions)] if body.instructions else []
+    prompt = conversation.render([*instructions, *messages], served, thinks=thinks, param="input")
+    limit_name = "max_tokens" if body.max_output_tokens is None else "max_output_tokens"
+    request = conversation.request_of(prompt, body, served, limit=(limit_name, getattr(body, limit_name)), param="input")
+    is_kept = body.store is not False
+    return ResponseCall(
+        endpoint="responses",
+        id=new_id("resp", "_"),
+        model=body.model or served.config.model_id,
+        requests=(request,),
+        opens_reasoning=prompt.opens_reasoning,
+        stop_strings=body.stop_strings,
+        stream=bool(body.stream),
+        messages=messages,
+        echo={
+            "instructions": body.instructions,
+            "max_output_tokens": request.max_tokens if getattr(body, limit_name) is not None else None,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": reasoning.effort, "summary": summary},
+            "store": is_kept,
+            "temperature": request.sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": request.sampling.top_p,
+            "truncation": "disabled",
+        },
+        shows_reasoning=summary is not None,
+        is_kept=is_kept,
+    )
+
+
+def _summary(reasoning: Reasoning) -> str | None:
+    name = "summary" if reasoning.summary is not None else "generate_summary"
+    summary: str | None = getattr(reasoning, name)
+    if summary is not None and summary not in SUMMARIES:
+        raise RequestError(f"reasoning.{name}: got {summary!r}, expected one of {', '.join(SUMMARIES)}", f"reasoning.{name}")
+    return summary
+
+
+def _reject_more(body: ResponsesBody) -> None:
+    """Refuse fields of this API alone that would change the answer, or where it can be found."""
+    text_format = body.text.format if body.text else None
+    for name, asked, instead in (
+        ("conversation", body.conversation is not None, "send the conversation as `input`, or name its last response"),
+        ("background", bool(body.background), "leave it out, and stream"),
+        ("prompt", body.prompt is not None, "send the text itself as `input`"),
+        ("text.format", text_format is not None and text_format.get("type") != "text", "leave it out, and ask for the format in words"),
+        ("include", "message.output_text.logprobs" in (body.include or []), "leave out message.output_text.logprobs"),
+    ):
+        if asked:
+            raise RequestError(f"{name}: not supported; {instead}", name)
