@@ -9,7 +9,7 @@ from quart import Quart, Response, request
 
 from ds4jax.config import ServerConfig
 from ds4jax.serving.engine.api import EngineClient
-from ds4jax.serving.http import anthropic, anthropic_events, openai, openai_common, responses, status
+from ds4jax.serving.http import anthropic, anthropic_events, openai, openai_common, responses, status, tokens
 from ds4jax.serving.http.access import add_access
 from ds4jax.serving.http.edge import Edge, ReleaseAtEnd, json_response
 from ds4jax.serving.http.problems import describe
@@ -31,6 +31,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig)
     app.register_blueprint(openai.blueprint(edge))
     app.register_blueprint(anthropic.blueprint(edge))
     app.register_blueprint(responses.blueprint(edge))
+    app.register_blueprint(tokens.blueprint(edge))
     app.register_blueprint(status.blueprint(edge))
     add_access(app, config.api_keys, cors=config.cors)
     _add_errors(app, config.body_limit_bytes)

@@ -12,7 +12,7 @@ from ds4jax.serving.http import strict_json
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.params import CommonBody, completion_limit
-from ds4jax.serving.http.prompts import encode_text
+from ds4jax.serving.http.prompts import check_ids, encode_text
 from ds4jax.serving.http.unsupported import reject_unsupported
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -103,8 +103,5 @@ def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, n_
 def _checked(ids: list[Any], place: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     if not ids:
         raise RequestError(f"{place}: got no tokens, expected at least one", place)
-    for i, token_id in enumerate(ids):
-        if not 0 <= token_id < tokenizer.n_vocab:
-            at = f"{place}[{i}]"
-            raise RequestError(f"{at}: token id {token_id} is out of range; this vocabulary has 0 to {tokenizer.n_vocab - 1}", at)
+    check_ids(ids, place, tokenizer)
     return tuple(ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds4jax.errors import ContextLengthError
+from ds4jax.errors import ContextLengthError, RequestError
 from ds4jax.text import chat
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -19,6 +19,14 @@ def encode_text(text: str, tokenizer: Tokenizer, n_ctx: int, param: str) -> tupl
     """Encode raw text, which starts a document and so gets a BOS. Raises ContextLengthError as `encode_chat` does."""
     _check_length(len(text), tokenizer, n_ctx, param)
     return (tokenizer.bos_id, *tokenizer.encode(text))
+
+
+def check_ids(ids: Sequence[int], place: str, tokenizer: Tokenizer) -> None:
+    """Raise RequestError naming the first token id that the vocabulary does not have."""
+    for i, token_id in enumerate(ids):
+        if not 0 <= token_id < tokenizer.n_vocab:
+            at = f"{place}[{i}]"
+            raise RequestError(f"{at}: token id {token_id} is out of range; this vocabulary has 0 to {tokenizer.n_vocab - 1}", at)
 
 
 def _check_length(n_characters: int, tokenizer: Tokenizer, n_ctx: int, param: str) -> None:
