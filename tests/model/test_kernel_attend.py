@@ -107,9 +107,7 @@ def test_weights_far_apart_and_a_large_sink_stay_finite() -> None:
     quiet = attend(*arguments, tiles=SMALL).astype(jnp.float32)
     assert np.all(np.isfinite(quiet)) and np.abs(quiet).max() < 1e-6
     arguments[1] = jnp.full((LAYERS, N), -90.0)
-    np.testing.assert_allclose(
-        attend(*arguments, tiles=SMALL).astype(jnp.float32), plain(*arguments, **STATICS), atol=TOLERANCE["fp8"]
-    )
+    np.testing.assert_allclose(attend(*arguments, tiles=SMALL).astype(jnp.float32), plain(*arguments, **STATICS), atol=TOLERANCE["fp8"])
 
 
 def test_it_says_what_it_cannot_take() -> None:
