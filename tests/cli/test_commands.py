@@ -1,5 +1,6 @@
 """The commands as a user starts them."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from ds4jax.cli.main import app
 from ds4jax.config import EngineConfig, ServerConfig
 from ds4jax.errors import BackendMismatchError, ModelFileError
 from ds4jax.serving.engine.backend import select_backend
+from ds4jax.serving.http.serve import reserve
 
 pytestmark = pytest.mark.smoke
 
@@ -92,6 +94,24 @@ class TestServe:
         result = run("serve", "--batched-sessions", "4")
         assert (result.exit_code, served) == (2, {})
         assert "unknown argument --batched-sessions" in result.output
+
+    def test_a_taken_port_is_told_before_anything_is_loaded(
+        self, served: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ds4jax.serving.http.serve.reserve", reserve)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            result = run("serve", "-m", weights, "--port", str(port))
+        assert (result.exit_code, served) == (2, {})
+        assert f"--port {port}: cannot listen there" in result.output
+
+    def test_api_keys(self, served: dict[str, Any], weights: str, tmp_path: Path) -> None:
+        file = tmp_path / "keys"
+        file.write_text("two\nthree\n")
+        result = run("serve", "-m", weights, "--api-key", "one", "--api-key", "two", "--api-key-file", str(file))
+        assert result.exit_code == 0, result.output
+        assert served["server"].api_keys == ("one", "two", "three")
+        assert "three" not in result.output
 
     def test_missing_weights(self, served: dict[str, Any]) -> None:
         result = run("serve", "-m", "missing.gguf")

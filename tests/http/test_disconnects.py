@@ -13,10 +13,12 @@ from tests.http.conftest import MakeEngine, MakeServer, Server
 from tests.http.fakes import EchoEngine, wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+APIS = [CHAT, "/v1/messages", "/v1/responses"]
 
 
 def send(server: Server, *, stream: bool, path: str = CHAT) -> socket.socket:
-    data = json.dumps({"messages": [{"content": "x" * 50}], "prompt": ["a" * 50, "b" * 50], "stream": stream}).encode()
+    prompts = {"prompt": ["a" * 50, "b" * 50]} if path == TEXT else {"messages": [{"content": "x" * 50}], "input": "x" * 50}
+    data = json.dumps({**prompts, "stream": stream}).encode()
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return sock
@@ -31,9 +33,10 @@ def assert_freed(engine: EchoEngine, n_requests: int = 1) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
-def test_leaving_while_running(make_server: MakeServer, make_engine: MakeEngine, stream: bool, reset: bool) -> None:
+@pytest.mark.parametrize("path", APIS)
+def test_leaving_while_running(make_server: MakeServer, make_engine: MakeEngine, stream: bool, reset: bool, path: str) -> None:
     engine = make_engine(gate=threading.Semaphore(3))
-    sock = send(make_server(engine), stream=stream)
+    sock = send(make_server(engine), stream=stream, path=path)
     wait_until(lambda: engine.n_running_tokens == 3, "three tokens are out")
     if reset:  # as a client that is killed
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
@@ -42,10 +45,11 @@ def test_leaving_while_running(make_server: MakeServer, make_engine: MakeEngine,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_while_queued(make_server: MakeServer, make_engine: MakeEngine, stream: bool) -> None:
+@pytest.mark.parametrize("path", APIS)
+def test_leaving_while_queued(make_server: MakeServer, make_engine: MakeEngine, stream: bool, path: str) -> None:
     engine = make_engine()
     engine.hold.set()
-    sock = send(make_server(engine), stream=stream)
+    sock = send(make_server(engine), stream=stream, path=path)
     wait_until(lambda: engine.n_busy == 1, "the request is queued")
     sock.close()
     assert_freed(engine)

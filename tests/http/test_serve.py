@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from ds4jax.errors import ConfigError
-from ds4jax.serving.http.serve import listen, url_of
+from ds4jax.serving.http.serve import listen, reserve, url_of
 from tests.http.conftest import MakeEngine, MakeServer
 from tests.http.fakes import wait_until
 
@@ -118,6 +118,17 @@ def test_replies_that_do_not_end_are_told_why(make_server: MakeServer, make_engi
 def test_a_taken_port_is_told(make_server: MakeServer) -> None:
     with pytest.raises(ConfigError, match="--port"):
         listen("127.0.0.1", make_server().port)
+
+
+def test_a_reserved_address_is_taken_but_refuses_clients_until_it_is_served() -> None:
+    with reserve("127.0.0.1", 0) as reserved:
+        port = reserved.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
+        listen("127.0.0.1", port, reserved)
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        with pytest.raises(ConfigError, match=f"--port {port}: cannot listen there"):
+            reserve("127.0.0.1", port)
 
 
 def test_urls() -> None:
