@@ -73,5 +73,6 @@ _DECODERS: dict[str, Callable[[dict[str, Array]], Array]] = {
     "IQ2_XXS": iq2_xxs,
     "MXFP4": _mxfp4,
     "IQ2_XXS:words": repack.iq2_xxs_words,
-    "Q2_K:words": lambda fields: kquants.q2_k(repack.restore_q2_k(fields)),
+    "Q2_K:words": repack.q2_k_words,
+    "Q4_K:words": repack.q4_k_words,
 }

@@ -42,7 +42,7 @@ def q3_k(fields: Fields) -> Array:
 def q4_k(fields: Fields) -> Array:
     """Decode Q4_K: 8 sub-blocks of 32 values, w = d * scale * q - dmin * min."""
     q = _blocks(fields["q"], 4, 32)
-    return _join([q & 15, q >> 4], *_scales_and_mins(fields))
+    return _join([q & 15, q >> 4], *_scaled(fields))
 
 
 def q5_k(fields: Fields) -> Array:
@@ -50,7 +50,7 @@ def q5_k(fields: Fields) -> Array:
     q, high = _blocks(fields["q"], 4, 32), _blocks(fields["high"], 1, 32)
     group = lax.broadcasted_iota(jnp.uint8, q.shape, q.ndim - 2)
     planes = [(q >> 4 * j & 15) | (high >> 2 * group + j & 1) << 4 for j in range(2)]
-    return _join(planes, *_scales_and_mins(fields))
+    return _join(planes, *_scaled(fields))
 
 
 def q6_k(fields: Fields) -> Array:
@@ -71,16 +71,22 @@ def _product(d: Array, scales: Array) -> Array:
     return d.astype(jnp.float32)[..., None] * scales.astype(jnp.float32)
 
 
-def _scales_and_mins(fields: Fields) -> tuple[Array, Array]:
-    """Unpack the 6-bit scales and mins of Q4_K and Q5_K: two of f32 [..., n, 8].
+def _scaled(fields: Fields) -> tuple[Array, Array]:
+    """Compute d * scale and dmin * min of Q4_K and Q5_K: two of f32 [..., n, 8]."""
+    scales, mins = scales_and_mins(fields["scales"])
+    return _product(fields["d"], scales), _product(fields["dmin"], mins)
+
+
+def scales_and_mins(packed: Array) -> tuple[Array, Array]:
+    """Unpack the 6-bit scales and mins of Q4_K and Q5_K: two of uint8 [..., n, 8].
 
     Bytes 0-3 hold scales 0-3 and bytes 4-7 mins 0-3; the two upper bits belong to scales and mins 4-7, the rest of these is in bytes 8-11.
     """
-    packed = _blocks(fields["scales"], 3, 4)
+    packed = _blocks(packed, 3, 4)
     scale, least, rest = packed[..., 0, :], packed[..., 1, :], packed[..., 2, :]
     scales = jnp.concatenate([scale & 63, rest & 15 | scale >> 6 << 4], -1)
     mins = jnp.concatenate([least & 63, rest >> 4 | least >> 6 << 4], -1)
-    return _product(fields["d"], scales), _product(fields["dmin"], mins)
+    return scales, mins
 
 
 def _join(planes: Sequence[Array], scales: Array, mins: Array | None = None) -> Array:

@@ -38,7 +38,7 @@ class Layout:
 
 
 def layout_of(kind: str) -> Layout:
-    """Look up a block type by its GGUF name. Raises ModelFileError that lists the known ones."""
+    """Look up a block type by its GGUF name, or a prepared layout by its own. Raises ModelFileError that lists the known ones."""
     if kind in PREPARED_LAYOUTS:
         return PREPARED_LAYOUTS[kind]
     if kind not in LAYOUTS:
@@ -87,9 +87,15 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 )
 
 # Of weights put in order for kernels (`repack`). They are in no file: the blocks only say how many elements of a field 256 values need.
+# No field has more than one element for 32 values, so that none of a large model's has more than 2**31.
 PREPARED_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "IQ2_XXS:words": _layout(256, [("code0", "<u4", 8), ("code1", "<u4", 8), ("sign", "<u4", 8), ("scale", "u1", 8), ("d", "<f2")]),
-        "Q2_K:words": _layout(256, [("q", "<u4", 16), ("scales", "u1", 16), ("d", "<f2"), ("dmin", "<f2")]),
+        "Q2_K:words": _layout(
+            256, [("q0", "<u4", 8), ("q1", "<u4", 8), ("scales0", "u1", 8), ("scales1", "u1", 8), ("d", "<f2"), ("dmin", "<f2")]
+        ),
+        "Q4_K:words": _layout(
+            256, [*((f"q{i}", "<u4", 8) for i in range(4)), ("scale", "u1", 8), ("least", "u1", 8), ("d", "<f2"), ("dmin", "<f2")]
+        ),
     }
 )

@@ -1,54 +1,40 @@
-"""Put experts' weights into the order that kernels read: whole words that lie side by side, nothing to look up, nothing lost.
+"""Put experts' weights into the order that kernels read: whole words, nothing to look up, nothing lost.
 
-A kernel holds tiles [rows, groups] of 32-bit words. So the words of a row lie in planes, word by word: the same word of all groups is
-one contiguous run, and no tile has to be reshaped.
+Weights meet activations in groups of 32 that share a scale. Every field here has one element for a group, [..., N, K/32] (but d and dmin,
+one for 256), so that a kernel decodes tiles [rows, groups] element by element and never reshapes one. What a word holds decodes, with a
+mask and at most a shift, to words of four bytes: consecutive values 4w .. 4w + 3 of the group, the first in the low byte. Activations come
+in the same words (`kernels.activations`).
+
+    IQ2_XXS:words   code0, code1, sign: see `_prepare_iq2_xxs`; scale: odd, 1 to 31. w = d * scale / 8 * (+-8, 25 or 43)
+    Q2_K:words      byte k of q0 holds values 4i + k, i = 0..3, at bits 2i; q1 values 16 + 4i + k. scales0 and scales1 belong to these
+                    halves: the scale in the low nibble, the minimum in the high one. w = d * scale * q - dmin * minimum
+    Q4_K:words      byte k of q_i holds values 8i + k in the low nibble and 8i + 4 + k in the high one. w = d * scale * q - dmin * least
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ds4jax.model.quant.iq2 import SELECTORS
+from ds4jax.model.quant.kquants import scales_and_mins
 from ds4jax.model.quant.qtensor import QTensor
 
 # GGUF type -> the prepared layout that holds the same weights (in `layouts`).
-PREPARED = {"IQ2_XXS": "IQ2_XXS:words", "Q2_K": "Q2_K:words"}
+PREPARED: Mapping[str, str] = MappingProxyType({kind: f"{kind}:words" for kind in ("IQ2_XXS", "Q2_K", "Q4_K")})
 
 Fields = dict[str, Array]
 
 
 def prepare(w: QTensor) -> QTensor:
-    """Convert a weight of a file to its prepared layout: the same integers and scales in another order."""
+    """Convert a weight [..., N, K] of a type in PREPARED to its prepared layout: the same integers and scales, row by row."""
     return QTensor(PREPARED[w.kind], _PREPARE[w.kind](w.fields))
 
 
-def restore_q2_k(fields: Fields) -> Fields:
-    """Undo the planes of Q2_K: the fields of the file."""
-    (*n, k16) = fields["q"].shape
-    words = jnp.swapaxes(fields["q"].reshape(*n, 8, k16 // 8), -1, -2)
-    scales = fields["scales"].reshape(*n, 2, 4, k16 // 8)  # half, plane, group of 128
-    return {
-        "q": lax.bitcast_convert_type(words, jnp.uint8).reshape(*n, -1),
-        "scales": jnp.moveaxis(scales, (-1, -2, -3), (-3, -2, -1)).reshape(*n, -1),
-        "d": fields["d"],
-        "dmin": fields["dmin"],
-    }
-
-
-def iq2_xxs_words(fields: Fields) -> Array:
-    """Decode the prepared IQ2_XXS: f32 [..., K]. w = d * scale / 8 * magnitude * sign."""
-    code0, code1, sign = (fields[name][..., None, None] for name in ("code0", "code1", "sign"))
-    shape = (*fields["sign"].shape, 4, 8)
-    quarter, element = (lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2 + i) for i in range(2))
-    element = 4 * element
-    code = jnp.where(quarter < 2, code0, code1) >> (element + 2 * (quarter & 1)) & 3  # [..., groups, 4, 8]
-    magnitude = (8 + 17 * code + (code >> 1)).astype(jnp.float32)
-    signed = jnp.where(sign >> (element + quarter) & 1 == 1, -magnitude, magnitude)
-    scale = fields["scale"].astype(jnp.float32) * jnp.repeat(fields["d"].astype(jnp.float32), 8, axis=-1) * 0.125
-    return (scale[..., None, None] * signed).reshape(*scale.shape[:-1], -1)
-
-
+# ---------------------------------------------------------------- from the file's order
 def _prepare_iq2_xxs(fields: Fields) -> Fields:
     """Replace codebook indices by the magnitudes they stand for: per 32 weights two words of 2-bit codes and one of signs.
 
@@ -70,16 +56,47 @@ def _prepare_iq2_xxs(fields: Fields) -> Fields:
 
 
 def _prepare_q2_k(fields: Fields) -> Fields:
-    """Put words and scales into planes. A group is 128 weights: eight words, each with four weights at every one of four shifts."""
-    (*n, k4) = fields["q"].shape
-    words = lax.bitcast_convert_type(fields["q"].reshape(*n, k4 // 32, 8, 4), jnp.uint32)
-    scales = fields["scales"].reshape(*n, k4 // 32, 4, 2)  # group, plane, half
+    """Transpose 2-bit values: the file has the four planes of 32 values at four shifts of the same bytes."""
+    words = _file_words(fields["q"])  # [..., 32-byte runs, 8]
+    shift = 2 * lax.broadcasted_iota(jnp.uint32, (*words.shape[:-1], 4), words.ndim - 1)  # of each plane, which is a group
+
+    def half(first: int) -> Array:
+        return _joined([(words[..., first + i, None] >> shift & 0x03030303) << 2 * i for i in range(4)])
+
+    scales = fields["scales"]
     return {
-        "q": jnp.swapaxes(words, -1, -2).reshape(*n, -1),
-        "scales": jnp.moveaxis(scales, (-1, -2, -3), (-3, -2, -1)).reshape(*n, -1),
+        "q0": half(0),
+        "q1": half(4),
+        "scales0": scales[..., 0::2],
+        "scales1": scales[..., 1::2],
         "d": fields["d"],
         "dmin": fields["dmin"],
     }
+
+
+def _prepare_q4_k(fields: Fields) -> Fields:
+    """Bring the two nibbles of a byte into one group: the file has two groups of 32 in the nibbles of the same bytes."""
+    words = _file_words(fields["q"])
+    shift = 4 * lax.broadcasted_iota(jnp.uint32, (*words.shape[:-1], 2), words.ndim - 1)
+
+    def word(i: int) -> Array:
+        return _joined([(words[..., 2 * i + high, None] >> shift & 0x0F0F0F0F) << 4 * high for high in range(2)])
+
+    scale, least = (a.reshape(*a.shape[:-2], -1) for a in scales_and_mins(fields["scales"]))
+    return {f"q{i}": word(i) for i in range(4)} | {"scale": scale, "least": least, "d": fields["d"], "dmin": fields["dmin"]}
+
+
+def _file_words(q: Array) -> Array:
+    """View bytes as words, in runs of 32 bytes: uint8 [..., n * 32] -> uint32 [..., n, 8]."""
+    return lax.bitcast_convert_type(q.reshape(*q.shape[:-1], -1, 8, 4), jnp.uint32)
+
+
+def _joined(parts: list[Array]) -> Array:
+    """Join words [..., n, m] whose bits do not overlap: [..., n * m]."""
+    word = parts[0]
+    for part in parts[1:]:
+        word = word | part
+    return word.reshape(*word.shape[:-2], -1)
 
 
 def _spread_pairs(x: Array) -> Array:
@@ -96,4 +113,46 @@ def _spread_bits(x: Array) -> Array:
     return (x | x << 3) & 0x11111111
 
 
-_PREPARE = {"IQ2_XXS": _prepare_iq2_xxs, "Q2_K": _prepare_q2_k}
+_PREPARE = {"IQ2_XXS": _prepare_iq2_xxs, "Q2_K": _prepare_q2_k, "Q4_K": _prepare_q4_k}
+
+
+# ---------------------------------------------------------------- to values, bit-equal to what the file's order decodes to
+def iq2_xxs_words(fields: Fields) -> Array:
+    """Decode the prepared IQ2_XXS: f32 [..., K]."""
+    code0, code1, sign = (fields[name][..., None, None] for name in ("code0", "code1", "sign"))
+    quarter, element = _counters(fields["sign"], 4, 8)
+    code = jnp.where(quarter < 2, code0, code1) >> (4 * element + 2 * (quarter & 1)) & 3  # [..., groups, 4, 8]
+    magnitude = (8 + 17 * code + (code >> 1)).astype(jnp.float32)
+    signed = jnp.where(sign >> (4 * element + quarter) & 1 == 1, -magnitude, magnitude)
+    scale = _times(fields["d"], fields["scale"]) * 0.125
+    return (scale[..., None, None] * signed).reshape(*scale.shape[:-1], -1)
+
+
+def q2_k_words(fields: Fields) -> Array:
+    """Decode the prepared Q2_K: f32 [..., K]."""
+    word, byte = _counters(fields["q0"], 4, 4)
+    halves = []
+    for q, scales in ((fields["q0"], fields["scales0"]), (fields["q1"], fields["scales1"])):
+        values = (q[..., None, None] >> (8 * byte + 2 * word) & 3).astype(jnp.float32)
+        scale, least = _times(fields["d"], scales & 15), _times(fields["dmin"], scales >> 4)
+        halves.append(scale[..., None, None] * values - least[..., None, None])
+    return jnp.stack(halves, -3).reshape(*fields["q0"].shape[:-1], -1)
+
+
+def q4_k_words(fields: Fields) -> Array:
+    """Decode the prepared Q4_K: f32 [..., K]."""
+    high, byte = _counters(fields["q0"], 2, 4)
+    scale, least = (_times(fields[d], fields[s])[..., None, None, None] for d, s in (("d", "scale"), ("dmin", "least")))
+    words = [(fields[f"q{i}"][..., None, None] >> (8 * byte + 4 * high) & 15).astype(jnp.float32) for i in range(4)]
+    return (scale * jnp.stack(words, -3) - least).reshape(*fields["q0"].shape[:-1], -1)
+
+
+def _counters(like: Array, *sizes: int) -> list[Array]:
+    """Count along each of the axes `sizes` that follow those of `like`: uint32 [*like.shape, *sizes] each."""
+    shape = (*like.shape, *sizes)
+    return [lax.broadcasted_iota(jnp.uint32, shape, like.ndim + i) for i in range(len(sizes))]
+
+
+def _times(d: Array, scale: Array) -> Array:
+    """Scale the scales of eight groups by the half-precision factor they share: f32 [..., groups], exact."""
+    return jnp.repeat(d.astype(jnp.float32), 8, axis=-1) * scale.astype(jnp.float32)

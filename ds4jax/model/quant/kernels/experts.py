@@ -1,14 +1,14 @@
-"""Routed experts of a decode step: one program for a pair (token, expert) and some rows of its expert's weights.
+"""Routed experts of a decode step: int8 activations meet packed weights in exact integers, and only scales are floats.
 
-Pairs come sorted by expert, and programs of neighbouring pairs run side by side on the same rows, so what several tokens
-need of an expert is read from memory once. Products are of int8 by int8 in exact integers, four at a time; only scales are
-floats. Decoding costs as much as memory here: see `repack` for how little is left of it.
+A program has some rows of an expert's weights, decodes them once, and multiplies them by every token of its run: pairs (token, expert) come
+sorted by expert, and a run is the neighbours with one expert. Programs of the same weight rows start side by side, so what two runs share
+they read through the cache. Results go to the place their pair came from; nothing is sorted back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from ds4jax.model.kernels.launch import assembly, dot4, launch
-from ds4jax.model.quant.kernels.activations import quantize_rows
+from ds4jax.model.kernels.launch import launch
+from ds4jax.model.quant.kernels.activations import GROUP, Int8Rows, quantize_rows
+from ds4jax.model.quant.kernels.formats import FORMATS, Decoded, Row, load
 from ds4jax.model.quant.qtensor import QTensor
 
-GATE_ROWS, GATE_WARPS = 8, 8
-DOWN_ROWS, DOWN_WARPS = 32, 4
+
+@dataclass(frozen=True)
+class Tile:
+    """rows: weight rows of a program. warps: of a program. run: tokens that share its weights, at most."""
+
+    rows: int
+    warps: int
+    run: int
+
+
+# By format, for up to so many pairs. Where tokens seldom share an expert, a run of one leaves more registers to the weights.
+TILES: dict[str, Sequence[tuple[int, Tile]]] = {
+    "IQ2_XXS:words": [(1 << 30, Tile(8, 8, 1))],
+    "Q2_K:words": [(1 << 30, Tile(32, 4, 1))],
+    "Q4_K:words": [(1 << 30, Tile(8, 4, 1))],
+}
 
 
 @jax.tree_util.register_dataclass
@@ -30,156 +45,143 @@ DOWN_ROWS, DOWN_WARPS = 32, 4
 class Pairs:
     """Pairs (token, expert) sorted by expert. expert: int32 [P], n_expert or more for nobody; home: int32 [P], token * X + choice."""
 
-    expert: jax.Array
-    home: jax.Array
+    expert: jax.Array = field(repr=False)
+    home: jax.Array = field(repr=False)
 
 
 def fits(gate: QTensor, up: QTensor, down: QTensor) -> bool:
     """Whether `apply_experts` takes stacked weights [L, E, N, K] of these formats and sizes."""
-    sizes = (*gate.shape[-2:], *down.shape[-2:])
-    return gate.kind == up.kind == "IQ2_XXS:words" and down.kind == "Q2_K:words" and all(n & (n - 1) == 0 and n >= 256 for n in sizes)
+    return gate.kind == up.kind and all(_fits(w) for w in (gate, up, down))
+
+
+def _fits(w: QTensor) -> bool:
+    n, k = w.shape[-2:]
+    return w.kind in FORMATS and k & (k - 1) == 0 and k >= 256 and n % max(tile.rows for _, tile in TILES[w.kind]) == 0
 
 
 def apply_experts(x: jax.Array, weight: jax.Array, pairs: Pairs, weights: Sequence[QTensor], layer: jax.Array, clamp: float) -> jax.Array:
-    """Apply to every token its experts: down(swiglu(gate x, up x) * weight).
+    """Apply to every token its experts: down(swiglu(gate x, up x) * weight), in four launches.
 
     Args:
-        x: [M, D] normalised inputs. weight: f32 [M, X] of each choice. weights: gate, up [L, E, F, D] and down [L, E, D, F].
+        x: [M, D] normalised inputs. weight: f32 [M, X] of each choice. weights: gate, up [L, E, F, D] and down [L, E, D, F], prepared.
         layer: int32 [1].
 
     Returns:
-        f32 [M, X, D]; 0 where nobody is chosen.
+        f32 [M, X, D]; 0 where nobody is chosen. A token's result depends on its own input and choices alone, bit for bit.
     """
-    gate, up, down = weights
-    (m, x_used), f, d = weight.shape, gate.shape[-2], down.shape[-2]
-    n_pair, n_expert = m * x_used, gate.shape[1]
-    rows = quantize_rows(x)
-    operands = [layer, pairs.expert, pairs.home, weight.reshape(-1), rows.words, rows.scale, *_fields(gate), *_fields(up)]
-    hidden = launch(
-        partial(_gate_up, rows=min(GATE_ROWS, f), n_group=x.shape[1] // 32, n_used=x_used, n_expert=n_expert, clamp=clamp),
-        (n_pair, f // min(GATE_ROWS, f)),
-        jax.ShapeDtypeStruct((n_pair, f), jnp.float32),
-        operands,
-        name="experts_gate_up",
-        warps=GATE_WARPS,
-    )
-    rows = quantize_rows(hidden)
-    y = launch(
-        partial(_down, rows=min(DOWN_ROWS, d), n_group=f // 128, n_expert=n_expert),
-        (n_pair, d // min(DOWN_ROWS, d)),
-        jax.ShapeDtypeStruct((n_pair, d), jnp.float32),
-        [layer, pairs.expert, pairs.home, rows.words, rows.scale, rows.sums, *_fields(down)],
-        name="experts_down",
-        warps=DOWN_WARPS,
-    )
-    return y.reshape(m, x_used, d)
+    gate, up, down_ = weights
+    hidden = gate_up(quantize_rows(x), gate, up, pairs, layer, clamp=clamp, weight=weight)
+    return down(quantize_rows(hidden), down_, pairs, layer).reshape(*weight.shape, -1)
 
 
-def _fields(w: QTensor) -> list[jax.Array]:
-    names = {"IQ2_XXS:words": ("code0", "code1", "sign", "scale", "d"), "Q2_K:words": ("q", "scales", "d", "dmin")}[w.kind]
-    return [w.fields[name] for name in names]
+def gate_up(rows: Int8Rows, gate: QTensor, up: QTensor, pairs: Pairs, layer: jax.Array, *, clamp: float, weight: jax.Array) -> jax.Array:
+    """Multiply tokens by the gate and up of their experts [L, E, F, D]: swiglu(gate, up, clamp) * weight, f32 [M * X, F].
+
+    rows: M tokens of D. weight: f32 [M, X]. The result lies at each pair's home; 0 for nobody.
+    """
+    return _multiply("experts_gate_up", rows, [gate, up], pairs, layer, weight=weight, clamp=clamp)
 
 
-def _permute(selector: jax.Array) -> jax.Array:
-    """Turn four selectors, the low nibbles of each half word, into four int8 weights: +-8, 25 or 43."""
+def down(rows: Int8Rows, w: QTensor, pairs: Pairs, layer: jax.Array) -> jax.Array:
+    """Multiply hidden rows by the down of their experts [L, E, D, F]: f32 [M * X, D], at each pair's home; 0 for nobody.
 
-    def meaning(selector: jax.Array) -> jax.Array:
-        word = jnp.zeros_like(selector)
-        for k in range(4):
-            nibble = selector >> 4 * k & 7
-            code = nibble & 3
-            magnitude = 8 + 17 * code + (code >> 1)
-            word = word | (jnp.where(nibble >= 4, -magnitude, magnitude) & 255) << 8 * k
-        return word
-
-    return assembly("prmt.b32 $0, 0x002B1908, 0x00D5E7F8, $1;", [selector], meaning)
+    rows: M * X rows of F, at their home.
+    """
+    return _multiply("experts_down", rows, [w], pairs, layer)
 
 
-def _words(code0: jax.Array, code1: jax.Array, sign: jax.Array) -> list[jax.Array]:
-    """Decode IQ2_XXS:words: eight int32 words of four int8 weights for every group of 32."""
-    words = []
-    for quarter in range(4):
-        code = (code0 if quarter < 2 else code1) >> 2 * (quarter & 1)
-        selector = (code & 0x33333333) | (sign >> quarter & 0x11111111) << 2
-        words += [_permute(selector), _permute(selector >> 16)]
-    return words
+def _multiply(
+    name: str,
+    rows: Int8Rows,
+    weights: Sequence[QTensor],
+    pairs: Pairs,
+    layer: jax.Array,
+    *,
+    weight: jax.Array | None = None,
+    clamp: float = 0.0,
+) -> jax.Array:
+    kind, (_, n_expert, n, k) = weights[0].kind, weights[0].shape
+    (n_pair,) = pairs.expert.shape
+    tile = next(tile for most, tile in TILES[kind] if n_pair <= most)
+    fields = [w.fields[field] for w in weights for field in FORMATS[kind].fields]
+    statics: dict[str, Any] = {"kind": kind, "tile": tile, "n_expert": n_expert, "n_group": k // GROUP, "n_pair": n_pair}
+    operands = [layer, pairs.expert, pairs.home, rows.words, rows.scale, rows.sums]
+    if weight is None:
+        kernel = partial(_kernel, per_token=1, clamp=None, **statics)
+    else:
+        kernel = partial(_kernel, per_token=weight.shape[1], clamp=clamp, **statics)
+        operands.append(weight.reshape(-1))
+    out = jax.ShapeDtypeStruct((n_pair, n), jnp.float32)
+    # The first axis runs fastest: neighbours in the list of pairs work on the same weight rows at the same time.
+    return launch(kernel, (n_pair, n // tile.rows), out, [*operands, *fields], name=name, warps=tile.warps)
 
 
-def _tile(ref: Any, layer: Any, expert: Any, rows: Any, columns: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(ref[layer, expert, rows, columns], jnp.int32)
-
-
-def _spread(row: jax.Array, n: int) -> jax.Array:
-    return jnp.broadcast_to(row[None, :], (n, row.shape[0]))
-
-
-def _when_chosen(expert: Any, n_expert: int, out_ref: Any, at: tuple[Any, ...], compute: Callable[[], jax.Array]) -> None:
-    """Store what compute() gives, or zeros where nobody is chosen."""
-
-    @pl.when(expert < n_expert)
-    def _() -> None:
-        out_ref[at] = compute()
+def _kernel(
+    layer_ref: Any, expert_ref: Any, home_ref: Any, words_ref: Any, scale_ref: Any, sums_ref: Any, *refs: Any,
+    kind: str, tile: Tile, n_expert: int, n_group: int, n_pair: int, per_token: int, clamp: float | None,
+) -> None:  # fmt: skip
+    *fields, out_ref = refs
+    if clamp is not None:
+        weight_ref, *fields = fields
+    form = FORMATS[kind]
+    pair, row = pl.program_id(0), pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
+    expert = expert_ref[pair]
 
     @pl.when(expert >= n_expert)
     def _() -> None:
-        out_ref[at] = jnp.zeros(at[1].size, jnp.float32)
+        plt.store(out_ref.at[home_ref[pair], row], jnp.zeros(tile.rows, jnp.float32))
+
+    # A run starts where the expert changes, and at every multiple of its longest length: that needs no counting from the left.
+    starts = (pair % tile.run == 0) | (expert_ref[jnp.maximum(pair - 1, 0)] != expert)
+
+    @pl.when((expert < n_expert) & starts)
+    def _() -> None:
+        layer = layer_ref[0]
+        matrices = [
+            form.decode(*load(tuple(refs), form.fields, layer, expert, row, n_group))
+            for refs in (fields[i : i + len(form.fields)] for i in range(0, len(fields), len(form.fields)))
+        ]
+
+        def token(i: Any, carry: None) -> None:
+            home = home_ref[pair + i]
+            x = _activations(words_ref, scale_ref, sums_ref, home // per_token, (tile.rows, n_group))
+
+            def product(w: Decoded) -> jax.Array:
+                return jnp.sum(form.products(w, x), axis=1)
+
+            y = product(matrices[0])
+            if clamp is not None:
+                y = _swiglu(y, product(matrices[1]), clamp) * weight_ref[home]
+            plt.store(out_ref.at[home, row], y)
+
+        if tile.run == 1:
+            token(0, None)
+        else:
+            jax.lax.fori_loop(0, _run_length(expert_ref, pair, expert, tile.run, n_pair), token, None)
 
 
-def _gate_up(
-    layer_ref: Any, expert_ref: Any, home_ref: Any, weight_ref: Any, words_ref: Any, scale_ref: Any, *refs: Any,
-    rows: int, n_group: int, n_used: int, n_expert: int, clamp: float,
-) -> None:  # fmt: skip
-    *fields, out_ref = refs
-    pair, first = pl.program_id(0), pl.program_id(1) * rows
-    layer, expert, home = layer_ref[0], expert_ref[pair], home_ref[pair]
-    at = pl.ds(first, rows)
-
-    def compute() -> jax.Array:
-        token = home // n_used
-        x = [_spread(words_ref[token, pl.ds(w * n_group, n_group)], rows) for w in range(8)]
-        x_scale = scale_ref[token, :][None, :]
-        row, block = first + jnp.arange(rows)[:, None], jnp.arange(n_group)[None, :] // 8
-
-        def product(code0: Any, code1: Any, sign: Any, scale: Any, d: Any) -> jax.Array:
-            total = jnp.zeros((rows, n_group), jnp.int32)
-            for w, word in enumerate(_words(*(_tile(ref, layer, expert, at, slice(None)) for ref in (code0, code1, sign)))):
-                total = dot4(word, x[w], total)
-            scales = scale[layer, expert, at, :].astype(jnp.float32) * plt.load(d.at[layer, expert, row, block]).astype(jnp.float32)
-            return jnp.sum(total.astype(jnp.float32) * (scales * 0.125 * x_scale), axis=1)
-
-        gate, up = product(*fields[:5]), product(*fields[5:])
-        gate = jnp.minimum(gate, clamp)
-        return gate / (1 + jnp.exp(-gate)) * jnp.clip(up, -clamp, clamp) * weight_ref[home]
-
-    _when_chosen(expert, n_expert, out_ref, (home, at), compute)
+def _run_length(expert_ref: Any, pair: Any, expert: Any, most: int, n_pair: int) -> jax.Array:
+    """Count the pairs from `pair` on that have its expert, up to the next multiple of `most`."""
+    length = jnp.int32(1)
+    for i in range(1, most):
+        here = pair + i < jnp.minimum((pair // most + 1) * most, n_pair)
+        same = expert_ref[jnp.where(here, pair + i, pair)] == expert
+        length = jnp.where(here & same, length + 1, length)
+    return length
 
 
-def _down(
-    layer_ref: Any, expert_ref: Any, home_ref: Any, words_ref: Any, scale_ref: Any, sums_ref: Any,
-    q: Any, scales: Any, d: Any, dmin: Any, out_ref: Any, *, rows: int, n_group: int, n_expert: int,
-) -> None:  # fmt: skip
-    """n_group: of 128 weights. Plane j of a group is its j-th 32 weights, half of which share a scale and a minimum."""
-    pair, first = pl.program_id(0), pl.program_id(1) * rows
-    layer, expert, home = layer_ref[0], expert_ref[pair], home_ref[pair]
-    at, group = pl.ds(first, rows), jnp.arange(n_group)
+def _activations(words_ref: Any, scale_ref: Any, sums_ref: Any, row: Any, shape: tuple[int, int]) -> Row:
+    """Read a row of Int8Rows, spread over the rows of a tile."""
 
-    def compute() -> jax.Array:
-        row, block = first + jnp.arange(rows)[:, None], group[None, :] // 2
-        big, least = (plt.load(ref.at[layer, expert, row, block]).astype(jnp.float32) for ref in (d, dmin))
-        total = jnp.zeros((rows, n_group), jnp.float32)
-        for half in range(2):
-            words = [_tile(q, layer, expert, at, pl.ds((4 * half + w) * n_group, n_group)) for w in range(4)]
-            for plane in range(4):
-                of_row = 4 * group + plane  # groups of 32 in the activations
-                products = jnp.zeros((rows, n_group), jnp.int32)
-                for w, word in enumerate(words):
-                    x = plt.load(words_ref.at[home, (4 * half + w) * 4 * n_group + of_row])
-                    products = dot4(word >> 2 * plane & 0x03030303, _spread(x, rows), products)
-                both = scales[layer, expert, at, pl.ds((4 * half + plane) * n_group, n_group)].astype(jnp.int32)
-                scale, minimum = (both & 15).astype(jnp.float32), (both >> 4).astype(jnp.float32)
-                sums = plt.load(sums_ref.at[home, half * 4 * n_group + of_row])[None, :]
-                x_scale = plt.load(scale_ref.at[home, of_row])[None, :]
-                total = total + x_scale * (big * scale * products.astype(jnp.float32) - least * minimum * sums)
-        return jnp.sum(total, axis=1)
+    def spread(values: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(values[None, :], shape)
 
-    _when_chosen(expert, n_expert, out_ref, (home, at), compute)
+    words = [spread(words_ref[row, w, :]) for w in range(8)]
+    return Row(words, spread(scale_ref[row, :]), (spread(sums_ref[row, 0, :]), spread(sums_ref[row, 1, :])))
+
+
+def _swiglu(gate: jax.Array, up: jax.Array, clamp: float) -> jax.Array:
+    """Compute `moe.swiglu`. With comparisons, for NaN to pass: a GPU's minimum and maximum would replace it by the clamp."""
+    gate = jnp.where(gate > clamp, clamp, gate)
+    up = jnp.where(up > clamp, clamp, jnp.where(up < -clamp, -clamp, up))
+    return gate / (1 + jnp.exp(-gate)) * up
