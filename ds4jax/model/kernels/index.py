@@ -26,6 +26,7 @@ from ds4jax.model.rounding import FP4_BLOCK, HADAMARD_WIDTH
 RATIO = 4  # tokens a row, on every layer that has an indexer
 QUERY_HEADS = 16  # of a program that prepares queries
 SCORE_ROWS = 64  # of a program's tile
+SCORE_WARPS = 4
 SCORE_PROGRAMS = 256  # in all, at most: enough for every processor; sessions share them
 SELECT_TILE = 4096  # scores read at a time
 SELECT_WARPS = 16
@@ -91,7 +92,7 @@ def choose_rows(
     grid = (min(n_tile, max(4, SCORE_PROGRAMS // m)), m)
     scores = jax.ShapeDtypeStruct((m, n_tile * SCORE_ROWS), jnp.float32)
     operands = [query, weight, at_comp.reshape(1), slot, position, *stored.operands(keys)]
-    score = launch(partial(_scores, plan=plan, programs=grid[0]), grid, scores, operands, name="index_score", warps=4)
+    score = launch(partial(_scores, plan=plan, programs=grid[0]), grid, scores, operands, name="index_score", warps=SCORE_WARPS)
 
     out = [jax.ShapeDtypeStruct((m, top_k), jnp.int32), jax.ShapeDtypeStruct((m,), jnp.int32)]
     return launch(partial(_select, plan=plan), (m,), out, [score, slot, position], name="index_select", warps=SELECT_WARPS)
