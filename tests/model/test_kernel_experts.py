@@ -134,7 +134,7 @@ def test_each_token_meets_its_experts(pairing: tuple[str, str], run: int) -> Non
         assert np.linalg.norm(got[token, choice] - expected) < 2e-3 * np.linalg.norm(expected)
         hidden = np.asarray(moe.swiglu(jnp.asarray(x[token] @ gate[e].T), jnp.asarray(x[token] @ up[e].T), CLAMP)) * weight[token, choice]
         exact[token, choice] = hidden @ down[e].T
-    # Activations rounded to int8, twice: 0.6 % each on normal values.
+    # Activations rounded to int8, twice: 0.6 % each on normal values, and more of what is left where minimums cancel.
     assert np.linalg.norm(got - exact) < 0.02 * np.linalg.norm(exact)
 
 

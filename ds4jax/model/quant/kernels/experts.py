@@ -126,15 +126,16 @@ def _kernel(
     form = FORMATS[kind]
     pair, row = pl.program_id(0), pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
     expert = expert_ref[pair]
+    starts = expert < n_expert
+    if tile.run > 1:
+        # A run starts where the expert changes, and at every multiple of its longest length: that needs no counting from the left.
+        starts &= (pair % tile.run == 0) | (expert_ref[jnp.maximum(pair - 1, 0)] != expert)
 
     @pl.when(expert >= n_expert)
     def _() -> None:
         plt.store(out_ref.at[home_ref[pair], row], jnp.zeros(tile.rows, jnp.float32))
 
-    # A run starts where the expert changes, and at every multiple of its longest length: that needs no counting from the left.
-    starts = (pair % tile.run == 0) | (expert_ref[jnp.maximum(pair - 1, 0)] != expert)
-
-    @pl.when((expert < n_expert) & starts)
+    @pl.when(starts)
     def _() -> None:
         layer = layer_ref[0]
         matrices = [
