@@ -122,7 +122,7 @@ def attend(
         q: [M, N*K] f32, projected; the head's norm and rotation are done here. sinks: [L, N] f32.
         raw: the ring of the last W rows, in which the token itself is written already. comp: compressed rows, None without.
         chosen: row numbers int32 [M, k] and how many of them int32 [M]; None to attend to all that are visible.
-        at_raw, at_comp, layer: int32 scalars: which layer of `raw`, of `comp`, of `sinks`.
+        at_raw, at_comp, layer: int32, one value each: which layer of `raw`, of `comp`, of `sinks`.
         slot, position: int32 [M]; a slot past the cache marks a row that nobody uses: what it gives is unspecified.
         ratio: tokens a compressed row. omega: [R/2] f32 from `rope.frequencies`. eps: of the norm.
 

@@ -71,7 +71,7 @@ def choose_rows(
     Args:
         q: [M, I*J] f32, the projected index queries; they are rotated here and, for FP4 keys, mixed and rounded as those were.
         weight: [M, I] f32, the projected weights of the heads. keys: with more rows than top_k, else there is nothing to choose.
-        at_comp: int32 scalar, the layer of `keys`. slot, position: int32 [M]; a slot past the cache marks a row that nobody uses.
+        at_comp: int32, one value, the layer of `keys`. slot, position: int32 [M]; a slot past the cache marks a row that nobody uses.
         omega: [R/2] f32 from `rope.frequencies`.
 
     Returns:
