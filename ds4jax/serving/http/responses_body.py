@@ -77,7 +77,7 @@ def read(data: bytes, served: Served, store: ResponseStore) -> ResponseCall:
     summary = _summary(reasoning)
     thinks = resolve(body, body.model, Effort("reasoning.effort", reasoning.effort, decides=True))
     earlier = () if body.previous_response_id is None else store.get(body.previous_response_id, "previous_response_id").messages
-    messages = (*earlier, *read_input(body.input))
+    messages = (*earlier, *read_input(body.input, earlier))
     instructions = [Message("system", body.instructions)] if body.instructions else []
     prompt = conversation.render([*instructions, *messages], served, thinks=thinks, param="input")
     limit_name = "max_tokens" if body.max_output_tokens is None else "max_output_tokens"

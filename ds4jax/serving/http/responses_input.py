@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from ds4jax.errors import RequestError
-from ds4jax.text.chat import Message
+from ds4jax.text.chat import Message, ToolCall
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 ROLES = ("user", "system", "developer", "assistant")
+
+CALLS: Mapping[str, str | None] = {
+    "function_call": None,
+    "custom_tool_call": None,
+    "local_shell_call": "local_shell",
+    "tool_search_call": "tool_search",
+    "web_search_call": "web_search_call",
+    "image_generation_call": "image_generation_call",
+}
+"""Items that call a tool, and the name of the tool where the item itself has none."""
+
+RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output", "tool_search_output")
 
 
 class Part(msgspec.Struct):
@@ -31,41 +44,57 @@ class Item(msgspec.Struct):
     status: str | None = None
     content: Content = None
     summary: Content = None
+    id: str | None = None
+    call_id: str | None = None
+    namespace: str | None = None
+    name: str | None = None
+    arguments: Any = None
+    input: str | None = None
+    action: Any = None
+    output: Any = None
 
 
-def read_input(given: str | list[str | Item]) -> list[Message]:
-    """Read the input. Raises RequestError naming the item at fault."""
+def read_input(given: str | Sequence[str | Item], earlier: Sequence[Message] = ()) -> list[Message]:
+    """Read the input that continues some earlier messages. Raises RequestError naming the item at fault."""
     if isinstance(given, str):
         return [Message("user", given)]
     if not given:
         raise RequestError("input: the list is empty; send text, or at least one item", "input")
-    reader = _Reader()
+    reader = _Reader({call.id for message in earlier for call in message.tool_calls})
     for i, item in enumerate(given):
         reader.take(f"input[{i}]", Item(content=item) if isinstance(item, str) else item)
     return reader.finish()
 
 
 class _Reader:
-    """Items to messages. What an assistant thought and said are items of their own here, and parts of one message there."""
+    """Items to messages. What an assistant thinks, says and calls are items of their own here, and parts of one message there."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: set[str]) -> None:
+        self._called = called
         self._messages: list[Message] = []
-        self._thoughts: list[str] = []  # of the assistant's message that comes next
+        # The assistant's message that is being put together; its parts come in this order.
+        self._thoughts: list[str] = []
+        self._text: str | None = None
+        self._calls: list[ToolCall] = []
 
     def take(self, place: str, item: Item) -> None:
         """Read one item."""
         if item.status not in (None, "completed"):
             raise RequestError(f"{place}.status: got {item.status!r}; send only items that are completed", f"{place}.status")
-        match item.type:
-            case "message":
-                self._message(place, item)
-            case "reasoning":
-                texts = (_text(f"{place}.summary", item.summary), _text(f"{place}.content", item.content))
-                self._thoughts += [text for text in texts if text]
-            case "compaction" | "context_compaction":
-                pass  # shortened by a server that alone can read it
-            case _:
-                raise RequestError(f"{place}.type: items of type {item.type!r} are not supported", f"{place}.type")
+        if item.type == "message":
+            self._message(place, item)
+        elif item.type == "reasoning":
+            if self._text is not None or self._calls:
+                self._flush()
+            texts = (_text(f"{place}.summary", item.summary), _text(f"{place}.content", item.content))
+            self._thoughts += [text for text in texts if text]
+        elif item.type in CALLS:
+            self._calls.append(_call(place, item))
+            self._called.add(self._calls[-1].id)
+        elif item.type in RESULTS:
+            self._result(place, item)
+        elif item.type not in ("compaction", "context_compaction"):  # shortened by a server that alone can read it
+            raise RequestError(f"{place}.type: items of type {item.type!r} are not supported", f"{place}.type")
 
     def finish(self) -> list[Message]:
         """Return the messages."""
@@ -76,23 +105,48 @@ class _Reader:
         if item.role not in ROLES:
             raise RequestError(f"{place}.role: got {item.role!r}, expected one of {', '.join(ROLES)}", f"{place}.role")
         text = _text(f"{place}.content", item.content)
-        if item.role == "assistant":
-            self._messages.append(Message("assistant", text, reasoning=self._take_thoughts()))
-        else:
+        if item.role != "assistant" or self._text is not None or self._calls:
             self._flush()
+        if item.role == "assistant":
+            self._text = text
+        else:
             self._messages.append(Message(item.role, text))
 
+    def _result(self, place: str, item: Item) -> None:
+        if item.call_id not in self._called:
+            at = f"{place}.call_id"
+            raise RequestError(f"{at}: got {item.call_id!r}, which no call before it has; send the whole conversation", at)
+        self._flush()
+        text = item.output if isinstance(item.output, str) else _text_of_output(f"{place}.output", item.output)
+        self._messages.append(Message("tool", text, tool_call_id=item.call_id))
+
     def _flush(self) -> None:
-        """End what an assistant thought without saying anything."""
-        if self._thoughts:
-            self._messages.append(Message("assistant", "", reasoning=self._take_thoughts()))
-
-    def _take_thoughts(self) -> str | None:
-        thoughts, self._thoughts = self._thoughts, []
-        return "\n".join(thoughts) or None
+        """End the assistant's message, if there is any of it."""
+        if self._thoughts or self._text is not None or self._calls:
+            reasoning = "\n".join(self._thoughts) or None
+            self._messages.append(Message("assistant", self._text or "", reasoning=reasoning, tool_calls=tuple(self._calls)))
+        self._thoughts, self._text, self._calls = [], None, []
 
 
-def _text(place: str, content: str | Sequence[str | Part] | None) -> str:
+def _call(place: str, item: Item) -> ToolCall:
+    name = (item.namespace or "") + (item.name or CALLS[item.type] or "")
+    call_id = item.call_id or item.id
+    if not name or not call_id:
+        raise RequestError(f"{place}: an item of type {item.type!r} needs a name and a call_id", place)
+    if item.type == "custom_tool_call":
+        return ToolCall(call_id, name, _json({"input": item.input or ""}))
+    arguments = item.arguments if item.arguments is not None else item.action
+    return ToolCall(call_id, name, arguments if isinstance(arguments, str) else _json(arguments or {}))
+
+
+def _text_of_output(place: str, output: Any) -> str:
+    """Read what a tool gave: parts that are text, or any other JSON as it is."""
+    if isinstance(output, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in output):
+        return _text(place, [Part(str(part.get("type")), part["text"]) for part in output])
+    return "" if output is None else _json(output)
+
+
+def _text(place: str, content: Content) -> str:
     """Join the parts of a content. Raises RequestError for a part that is no text."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -103,3 +157,7 @@ def _text(place: str, content: str | Sequence[str | Part] | None) -> str:
             raise RequestError(f"{at}: a part of type {part.type!r} is not supported; this model reads text", at)
         texts.append(part if isinstance(part, str) else part.text or "")
     return "".join(texts)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
