@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -114,7 +115,8 @@ async def test_stop_strings(make_app: MakeApp, stop: Any, content: str, finish: 
 
 
 async def test_a_stop_string_cancels_the_rest_once(make_app: MakeApp, make_engine: MakeEngine) -> None:
-    engine = make_engine(script=lambda request: list(b"stop" * 500))
+    # The gate holds the engine until it is cancelled, however slow the edge is.
+    engine = make_engine(script=lambda request: list(b"stop" * 500), gate=threading.Semaphore(10))
     reply = await chat(make_app(engine), thinking=False, stop="top")
     assert reply["choices"][0]["message"]["content"] == "s"
     assert engine.cancels == [1]
