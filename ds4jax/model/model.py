@@ -15,7 +15,7 @@ from ds4jax.errors import ModelFileError, RequestError
 from ds4jax.model.cache import KVCache, init_cache
 from ds4jax.model.gguf.load import Progress, load_leaves
 from ds4jax.model.gguf.reader import GGUFFile
-from ds4jax.model.spec import FlatModel, ModelSpec
+from ds4jax.model.spec import FlatModel, ModelSpec, describe
 from ds4jax.model.steps import PrefillBatch, prefill_all_logits
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -98,7 +98,7 @@ def read_spec(file: GGUFFile, kv_quant: str, dtype: str) -> ModelSpec:
     for published in (configs.FLASH, configs.PRO):
         if config.name.lower().replace("-", " ") == published.name.lower():
             configs.check_published_shape(config, published)
-    return ModelSpec(config, file.kinds, kv_quant, dtype)
+    return describe(config, file.kinds, kv_quant, dtype)
 
 
 def load_model(path: str | Path, kv_quant: str = "ds4", dtype: str | None = None, progress: Progress | None = None) -> Model:

@@ -16,6 +16,7 @@ from jax import Array, lax
 FP8_BLOCK = 64
 FP4_BLOCK = 32
 HADAMARD_WIDTH = 128
+FP8_LEAST, FP4_LEAST = 1e-4, 6 * 2.0**-126  # blocks of smaller numbers are scaled as if they held this
 
 _F32_BIAS = 127
 _F32_MANTISSA_BITS = 23
@@ -42,7 +43,7 @@ def fp8_encode(x: Array) -> tuple[Array, Array]:
 
     x: f32 [..., n*64]. Returns codes uint8 [..., n*64] and exponents int8 [..., n]; value = E4M3(code) * 2**exponent. NaN stays NaN.
     """
-    blocks, exponent = _scaled_blocks(x, FP8_BLOCK, 1e-4, _E4M3)
+    blocks, exponent = _scaled_blocks(x, FP8_BLOCK, FP8_LEAST, _E4M3)
     codes = jnp.where(jnp.isnan(blocks), jnp.uint8(_FP8_NAN), _encode(blocks, _E4M3))
     return codes.reshape(x.shape), exponent
 
@@ -60,7 +61,7 @@ def fp4_encode(x: Array) -> tuple[Array, Array]:
     x: f32 [..., n*32]. Returns packed uint8 [..., n*16] and exponents int8 [..., n]. Byte j of a block holds element j in its low and
     j + 16 in its high nibble (as Q4_0 and MXFP4 do: unpacking is then two contiguous halves).
     """
-    blocks, exponent = _scaled_blocks(x, FP4_BLOCK, 6 * 2.0**-126, _E2M1)
+    blocks, exponent = _scaled_blocks(x, FP4_BLOCK, FP4_LEAST, _E2M1)
     codes = _encode(blocks, _E2M1)
     half = FP4_BLOCK // 2
     packed = codes[..., :half] | codes[..., half:] << 4
@@ -106,27 +107,41 @@ def f16_round(x: Array) -> Array:
     step = _step_exponent(x, _F16)
     # Where step is far below or above 1 its inverse would leave the normal range; half precision is long zero or infinite there.
     step = jnp.minimum(step, _F32_BIAS - _F32_MANTISSA_BITS)
-    rounded = jnp.round(x * _exp2(-step)) * _exp2(step)
+    rounded = jnp.round(x * exp2_int(-step)) * exp2_int(step)
     return jnp.where(jnp.abs(rounded) > _F16.largest, jnp.sign(x) * jnp.float32(jnp.inf), rounded)
+
+
+def fp8_exponent(amax: Array) -> Array:
+    """Exponent of the scale of blocks whose largest magnitude is amax, f32 [...] -> i32 [...]; see `fp8_encode`."""
+    return _block_exponent(jnp.maximum(amax, FP8_LEAST), _E4M3)
+
+
+def fp4_exponent(amax: Array) -> Array:
+    """Exponent of the scale of blocks whose largest magnitude is amax, f32 [...] -> i32 [...]; see `fp4_encode`."""
+    return _block_exponent(jnp.maximum(amax, FP4_LEAST), _E2M1)
+
+
+def _block_exponent(amax: Array, fmt: _SmallFloat) -> Array:
+    """ceil(log2(amax / largest)) without rounding: amax = m * 2**e and largest = m' * 2**e' give e - e' + (m > m')."""
+    mantissa, e = math.frexp(fmt.largest)  # mantissa in [0.5, 1)
+    largest_fraction = int((2 * mantissa - 1) * (1 << _F32_MANTISSA_BITS))
+    fraction = lax.bitcast_convert_type(amax, jnp.int32) & _F32_MANTISSA_MASK
+    return _exponent(amax) - (e - 1) + (fraction > largest_fraction).astype(jnp.int32)
 
 
 def _scaled_blocks(x: Array, block: int, least: float, fmt: _SmallFloat) -> tuple[Array, Array]:
     """Divide each block by the smallest power of two that brings it within the format: ([..., n, block], exponent int8 [..., n])."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // block, block)  # no -1: there may be no rows
-    amax = jnp.maximum(jnp.max(jnp.abs(blocks), -1), jnp.float32(least))
-    # ceil(log2(amax / largest)) without rounding: amax = m * 2**e and largest = m' * 2**e' give e - e' + (m > m').
-    mantissa, e = math.frexp(fmt.largest)  # mantissa in [0.5, 1)
-    largest_fraction = int((2 * mantissa - 1) * (1 << _F32_MANTISSA_BITS))
-    fraction = lax.bitcast_convert_type(amax, jnp.int32) & _F32_MANTISSA_MASK
-    exponent = _exponent(amax) - (e - 1) + (fraction > largest_fraction).astype(jnp.int32)
-    scaled = blocks * _exp2(-exponent)[..., None]
+    amax = jnp.maximum(jnp.max(jnp.abs(blocks), -1), least)
+    exponent = _block_exponent(amax, fmt)
+    scaled = blocks * exp2_int(-exponent)[..., None]
     return jnp.clip(scaled, -fmt.largest, fmt.largest), exponent.astype(jnp.int8)
 
 
 def _encode(y: Array, fmt: _SmallFloat) -> Array:
     """Code of the nearest small float, uint8, sign bit on top; y is within the format."""
     step = _step_exponent(y, fmt)
-    steps = jnp.round(jnp.abs(y) * _exp2(-step)).astype(jnp.int32)
+    steps = jnp.round(jnp.abs(y) * exp2_int(-step)).astype(jnp.int32)
     # Exponent field 0 (subnormal) counts plain steps, and a carry out of the mantissa is the next exponent: one sum serves all cases.
     magnitude = ((step + fmt.mantissa_bits - fmt.lowest) << fmt.mantissa_bits) + steps
     negative = (y < 0).astype(jnp.int32)  # not the sign bit: -0.0 becomes +0.0, as in ds4
@@ -140,7 +155,7 @@ def _decode(codes: Array, exponent: Array, fmt: _SmallFloat) -> Array:
     field = magnitude >> fmt.mantissa_bits
     steps = (magnitude & ((1 << fmt.mantissa_bits) - 1)) + jnp.where(field > 0, 1 << fmt.mantissa_bits, 0)
     step = jnp.maximum(field, 1) - 1 + fmt.lowest - fmt.mantissa_bits
-    value = steps.astype(jnp.float32) * _exp2(step + exponent.astype(jnp.int32))
+    value = steps.astype(jnp.float32) * exp2_int(step + exponent.astype(jnp.int32))
     return jnp.where(code >> fmt.magnitude_bits > 0, -value, value)
 
 
@@ -154,6 +169,6 @@ def _exponent(x: Array) -> Array:
     return ((lax.bitcast_convert_type(x, jnp.int32) >> _F32_MANTISSA_BITS) & 0xFF) - _F32_BIAS
 
 
-def _exp2(exponent: Array) -> Array:
+def exp2_int(exponent: Array) -> Array:
     """2**exponent as f32, for exponents of normal numbers (-126 to 127)."""
     return lax.bitcast_convert_type((exponent.astype(jnp.int32) + _F32_BIAS) << _F32_MANTISSA_BITS, jnp.float32)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from ds4jax.config import ModelConfig
 from ds4jax.errors import ConfigError
+from ds4jax.model import fused
 from ds4jax.model.quant import PREPARED, QTensor, field_shapes
 from ds4jax.model.rounding import FP8_BLOCK, HADAMARD_WIDTH
 from ds4jax.model.transformer import Transformer
@@ -51,6 +52,12 @@ class ModelSpec:
     def compute(self) -> jnp.dtype:
         """Type of matrix products' operands."""
         return jnp.dtype(self.dtype)
+
+
+def describe(config: ModelConfig, kinds: Sequence[tuple[str, str]], kv_quant: str, dtype: str) -> ModelSpec:
+    """Describe a model for this machine's device: with kernels where there is a GPU, the type is bfloat16, and they take its shape."""
+    kernels = dtype == "bfloat16" and jax.default_backend() == "gpu" and fused.fits(config, dict(kinds))
+    return ModelSpec(config, tuple(kinds), kv_quant, dtype, kernels)
 
 
 def fits_ds4_rows(config: ModelConfig) -> bool:

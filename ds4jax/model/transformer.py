@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
+from ds4jax.model import fused
 from ds4jax.model.attention import Attention, LayerIndex, Span
 from ds4jax.model.cache import KVCache
 from ds4jax.model.hyper import HyperConnection, HyperHead
 from ds4jax.model.moe import Experts, MoE
 from ds4jax.model.norm import rms_norm
 from ds4jax.model.quant import embed, matmul
+from ds4jax.model.quant.kernels import dense
 from ds4jax.model.weights import LayerTake, StackPlan, Take
 
 
@@ -70,7 +72,6 @@ class Stack(nnx.Module):
 
     def __call__(self, x: jax.Array, token: jax.Array, cache: KVCache, span: Span, dtype: jnp.dtype) -> tuple[jax.Array, KVCache]:
         """Run all layers of the stack on streams x [M, H, D]."""
-        ratios, first, period = self.config.compress_ratios, self.plan.first, self.plan.period
         graph, *states = nnx.split(self.blocks, Experts, ...)
         experts, rest = states
 
@@ -79,22 +80,28 @@ class Stack(nnx.Module):
             layer = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), rest)
             blocks = nnx.merge(graph, experts, layer)
             for p, block in enumerate(blocks):
-                before = ratios[: first + p].count(block.ratio)
-                a_round = ratios[first : first + period].count(block.ratio)
-                at = LayerIndex(raw=first + p + i * period, comp=before + i * a_round)
-                x, cache = block(x, token, cache, at, i, span, dtype)
+                x, cache = block(x, token, cache, self.layer_index(p, i), i, span, dtype)
             return (x, cache), None
 
         if self.plan.repeats == 1:  # a loop of one would only hide constant indices from the compiler
             return body((x, cache), 0)[0]
         return jax.lax.scan(body, (x, cache), jnp.arange(self.plan.repeats))[0]
 
+    def layer_index(self, p: int, i: Any) -> LayerIndex:
+        """Find where member p of the pattern keeps its state in round i."""
+        ratios, first, period = self.config.compress_ratios, self.plan.first, self.plan.period
+        before, a_round = (ratios[at].count(ratios[first + p]) for at in (slice(first + p), slice(first, first + period)))
+        return LayerIndex(raw=first + p + i * period, comp=before + i * a_round)
+
 
 class Transformer(nnx.Module):
-    """All weights and the forward pass. Matrices of any GGUF type; compute type of products chosen by the caller."""
+    """All weights and the forward pass. Matrices of any GGUF type; compute type of products chosen by the caller.
+
+    kernels: whether decode steps run on kernels (`fused`).
+    """
 
     def __init__(self, config: ModelConfig, take: Take, kv_quant: str) -> None:
-        self.config = config
+        self.config, self.kernels = config, take.kernels
         self.token_embd = nnx.Param(take.matrix("token_embd.weight", config.n_vocab, config.n_embd))
         self.stacks = nnx.List([Stack(config, take, plan, kv_quant) for plan in take.plans])
         self.output_hc = HyperHead(config, take)
@@ -106,6 +113,11 @@ class Transformer(nnx.Module):
         flat = token.reshape(-1)
         x = embed(flat, self.token_embd.get_value())  # [M, D]
         x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.n_hc, x.shape[1]))
+        if self.kernels and token.shape[1] == 1 and len(flat) <= fused.MOST_ROWS:
+            streams = fused.Streams.begin(x, self.config.n_expert_used)
+            for stack in self.stacks:
+                streams, cache = fused.run_stack(stack, streams, flat, cache, span)
+            return streams.end().reshape(*token.shape, *x.shape[1:]), cache
         for stack in self.stacks:
             x, cache = stack(x, flat, cache, span, dtype)
         return x.reshape(*token.shape, *x.shape[1:]), cache
@@ -113,4 +125,7 @@ class Transformer(nnx.Module):
     def logits(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Collapse streams [M, H, D] and project them: [M, V] f32."""
         y = rms_norm(self.output_hc(x), self.config.rms_eps, self.output_norm.get_value())
-        return matmul(y.astype(dtype), self.output.get_value(), out_dtype=jnp.float32)
+        output = self.output.get_value()
+        if self.kernels and dense.fits(stacked := jax.tree.map(lambda a: a[None], output), x.shape[0]):
+            return dense.dense_matmul(y.astype(dtype), stacked, jnp.zeros(1, jnp.int32))
+        return matmul(y.astype(dtype), output, out_dtype=jnp.float32)

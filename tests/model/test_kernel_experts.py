@@ -22,7 +22,6 @@ N_TOKEN = 5
 ROWS = 64  # of weights a program, for few programs: they are slow to interpret
 LAYER = np.int32([1])
 PAIRINGS = [("IQ2_XXS", "Q2_K"), ("Q4_K", "Q4_K")]  # of gate and up, and of down
-RUNS = [1, 4]  # tokens that share what a program decodes
 
 
 # ---------------------------------------------------------------- activations
@@ -69,15 +68,15 @@ def weights(pairing: tuple[str, str]) -> list[quant.QTensor]:
     return [quant.prepare(random_weight(kind, shape, seed)) for seed, (kind, shape) in enumerate(shapes)]
 
 
-def tiles(run: int, rows: int = ROWS) -> dict[str, list[tuple[int, experts.Tile]]]:
-    """Let so many tokens share a program, whatever is best on a GPU."""
-    return {kind: [(1 << 30, experts.Tile(rows, 4, run))] for kind in experts.TILES}
+def tiles(rows: int = ROWS) -> dict[str, experts.Tile]:
+    """Give programs so many rows, whatever is best on a GPU."""
+    return {kind: experts.Tile(rows, 4) for kind in experts.TILES}
 
 
 @cache
-def compiled(run: int, pairing: tuple[str, str]) -> Callable[..., jax.Array]:
+def compiled(pairing: tuple[str, str]) -> Callable[..., jax.Array]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "TILES", tiles(run))
+        patch.setattr(experts, "TILES", tiles())
         return jax.jit(partial(experts.apply_experts, clamp=CLAMP)).lower(*arguments(*example(N_TOKEN), pairing)).compile()
 
 
@@ -85,8 +84,8 @@ def arguments(x: np.ndarray, weight: np.ndarray, expert: np.ndarray, pairing: tu
     return jnp.asarray(x), jnp.asarray(weight), pairs_of(expert), weights(pairing), LAYER
 
 
-def apply(run: int, x: np.ndarray, weight: np.ndarray, expert: np.ndarray, pairing: tuple[str, str] = PAIRINGS[0]) -> np.ndarray:
-    return np.asarray(compiled(run, pairing)(*arguments(x, weight, expert, pairing)))
+def apply(x: np.ndarray, weight: np.ndarray, expert: np.ndarray, pairing: tuple[str, str] = PAIRINGS[0]) -> np.ndarray:
+    return np.asarray(compiled(pairing)(*arguments(x, weight, expert, pairing)))
 
 
 def pairs_of(expert: np.ndarray) -> experts.Pairs:
@@ -103,7 +102,7 @@ def example(m: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("kind", quant.PREPARED)
 def test_integers_are_exact(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """With scales of one every sum is a whole number that float32 holds."""
-    monkeypatch.setattr(experts, "TILES", tiles(1, rows=32))
+    monkeypatch.setattr(experts, "TILES", tiles(rows=32))
     rng = np.random.default_rng(0)
     w = quant.prepare(random_weight(kind, (L, E, 32, 256)))
     ones = {name: jnp.full_like(w.fields[name], 8 if kind == "IQ2_XXS" else 1) for name in {"d", "dmin"} & w.fields.keys()}
@@ -116,11 +115,11 @@ def test_integers_are_exact(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     np.testing.assert_array_equal(got, np.einsum("pk,pnk->pn", x.astype(np.int64), matrices))
 
 
-@pytest.mark.parametrize("pairing, run", [(PAIRINGS[0], 1), (PAIRINGS[0], 4), (PAIRINGS[1], 4)])
-def test_each_token_meets_its_experts(pairing: tuple[str, str], run: int) -> None:
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_each_token_meets_its_experts(pairing: tuple[str, str]) -> None:
     x, weight, expert = example(N_TOKEN)
     expert[0, 1] = E  # nobody
-    got = apply(run, x, weight, expert, pairing)
+    got = apply(x, weight, expert, pairing)
     assert not got[0, 1].any()
     gate, up, down = (np.asarray(quant.dequantize(quant.take_layer(w, 1))) for w in weights(pairing))
     exact = np.zeros_like(got)
@@ -136,30 +135,23 @@ def test_each_token_meets_its_experts(pairing: tuple[str, str], run: int) -> Non
     assert np.linalg.norm(got - exact) < 0.05 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("run", RUNS)
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), n_chosen=st.integers(X, E))
-def test_a_token_ignores_its_index_its_neighbours_and_their_choices(run: int, seed: int, n_chosen: int) -> None:
+def test_a_token_ignores_its_index_its_neighbours_and_their_choices(seed: int, n_chosen: int) -> None:
     x, weight, expert = example(N_TOKEN, seed)
     other_x, other_weight, other_expert = example(N_TOKEN, seed + 1)
     other_expert = np.where(other_expert < n_chosen, other_expert, E)
     old, new = np.random.default_rng(seed).integers(0, N_TOKEN, 2)
     for there, here in ((other_x, x), (other_weight, weight), (other_expert, expert)):
         there[new] = here[old]
-    np.testing.assert_array_equal(apply(run, other_x, other_weight, other_expert)[new], apply(run, x, weight, expert)[old])
+    np.testing.assert_array_equal(apply(other_x, other_weight, other_expert)[new], apply(x, weight, expert)[old])
 
 
-def test_how_many_share_a_program_changes_nothing() -> None:
-    alone, shared = (apply(run, *example(N_TOKEN)) for run in RUNS)
-    np.testing.assert_array_equal(alone, shared)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_nan_stays_with_its_token(run: int) -> None:
+def test_nan_stays_with_its_token() -> None:
     x, weight, expert = example(N_TOKEN)
-    clean = apply(run, x, weight, expert)
+    clean = apply(x, weight, expert)
     x[1, 5] = np.nan
-    got = apply(run, x, weight, expert)
+    got = apply(x, weight, expert)
     assert np.isnan(got[1]).all()
     np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(clean, 1, 0))
 
@@ -174,10 +166,10 @@ def test_what_they_cannot_take_is_refused() -> None:
     assert not experts.fits(*shapes("Q4_K:words", "Q4_K:words", 256, 768))  # rows of three blocks
 
 
-@pytest.mark.parametrize("m, run", [(1, 1), (64, 8)])
+@pytest.mark.parametrize("m", [1, 64])
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_they_lower_for_a_gpu(monkeypatch: pytest.MonkeyPatch, pairing: tuple[str, str], m: int, run: int) -> None:
-    monkeypatch.setattr(experts, "TILES", tiles(run, rows=16))
+def test_they_lower_for_a_gpu(monkeypatch: pytest.MonkeyPatch, pairing: tuple[str, str], m: int) -> None:
+    monkeypatch.setattr(experts, "TILES", tiles(rows=16))
     shape = jax.ShapeDtypeStruct
     (gate_up, down), sizes = (f"{kind}:words" for kind in pairing), (20, 256)
     layout = [(gate_up, (*sizes, 2048, 4096)), (gate_up, (*sizes, 2048, 4096)), (down, (*sizes, 4096, 2048))]

@@ -16,7 +16,7 @@ from ds4jax.config import ModelConfig
 from ds4jax.model.gguf.layout import TensorSpec, ds4_tensors
 from ds4jax.model.gguf.random_blocks import random_blocks
 from ds4jax.model.quant import PREPARED, QTensor, pack, prepare
-from ds4jax.model.spec import FlatModel, ModelSpec, build
+from ds4jax.model.spec import FlatModel, ModelSpec, build, describe
 
 _POOL_ROWS = 512  # distinct rows of a matrix or a table; each of its rows is one of them
 _ON_DEVICE_BYTES = 16 << 20  # larger fields are put together on the device; for smaller ones compiling that would take longer
@@ -25,7 +25,7 @@ _PLAIN = {"F32": np.float32, "F16": np.float16}
 
 def random_spec(config: ModelConfig, quant: str, kv_quant: str, dtype: str) -> ModelSpec:
     """Describe a model of a shape as ds4's files hold it. Raises ConfigError for an unknown quant or kv_quant."""
-    return ModelSpec(config, tuple((tensor.name, tensor.kind) for tensor in ds4_tensors(config, quant)), kv_quant, dtype)
+    return describe(config, [(tensor.name, tensor.kind) for tensor in ds4_tensors(config, quant)], kv_quant, dtype)
 
 
 def random_leaves(spec: ModelSpec, quant: str, seed: int = 0) -> FlatModel:

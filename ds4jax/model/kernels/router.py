@@ -1,4 +1,4 @@
-"""Choose experts and sort the pairs (token, expert) in one launch: a single program for all rows of a decode step."""
+"""Choose experts and sort the pairs (token, expert), in two launches with a program a row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from ds4jax.model.kernels.launch import launch
@@ -24,54 +25,59 @@ def choose(
         layer: int32 [1]. scale: of the weights; least: floor of their sum.
 
     Returns:
-        weights f32 [M, X], and the pairs sorted by expert, those of rows that are not live last, with expert E.
+        weights f32 [M, X], and the pairs sorted by expert, those of rows that are not live last, with expert E. A single row's are in
+        the order of its choice.
     """
     m, e = logits.shape
     shape = jax.ShapeDtypeStruct
-    out = [shape((m, n_used), jnp.float32), shape((m * n_used,), jnp.int32), shape((m * n_used,), jnp.int32)]
+    out = [shape((m, n_used), jnp.float32), shape((m, n_used), jnp.int32)]
     chooser = bias if table is None else table
-    kernel = partial(_kernel, by_token=table is not None, n_used=n_used, scale=scale, least=least)
-    weight, expert, home = launch(kernel, (1,), out, [layer, logits, chooser, token, live.astype(jnp.int32)], name="router", warps=8)
-    return weight, Pairs(expert, home)
+    assert chooser is not None
+    kernel = partial(_choose, by_token=table is not None, scale=scale, least=least)
+    weight, expert = launch(kernel, (m,), out, [layer, logits, chooser, token, live.astype(jnp.int32)], name="router", warps=1)
+    if m == 1:  # no two pairs share an expert, so their order means nothing
+        return weight, Pairs(expert.reshape(-1), jnp.arange(n_used, dtype=jnp.int32))
+    pairs = [shape((m * n_used,), jnp.int32)] * 2
+    return weight, Pairs(*launch(_sort, (m,), pairs, [expert], name="sort_pairs"))
 
 
-def _kernel(
-    layer_ref: Any, logits_ref: Any, chooser_ref: Any, token_ref: Any, live_ref: Any, weight_ref: Any, expert_ref: Any, home_ref: Any,
-    *, by_token: bool, n_used: int, scale: float, least: float,
+def _choose(
+    layer_ref: Any, logits_ref: Any, chooser_ref: Any, token_ref: Any, live_ref: Any, weight_ref: Any, expert_ref: Any,
+    *, by_token: bool, scale: float, least: float,
 ) -> None:  # fmt: skip
-    layer, (m, e) = layer_ref[0], logits_ref.shape
-    rows, columns = _power_of_two(m), _power_of_two(e)
-    row, column = jnp.arange(rows), jnp.arange(columns)
-    inside = (row < m)[:, None] & (column < e)[None, :]
-    logits = plt.load(logits_ref.at[row[:, None], column[None, :]], mask=inside, other=0.0)
+    """Choose one row's experts."""
+    m, layer, (e, n_used) = pl.program_id(0), layer_ref[0], (logits_ref.shape[1], weight_ref.shape[1])
+    column = jnp.arange(_power_of_two(e))
+    logits = plt.load(logits_ref.at[m, column], mask=column < e, other=0.0)
     score = jnp.sqrt(jnp.maximum(logits, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(logits))))
     if by_token:
-        token = plt.load(token_ref.at[row], mask=row < m, other=0)
-        chosen = [plt.load(chooser_ref.at[layer, token, i]) for i in range(n_used)]
+        chosen = [chooser_ref[layer, token_ref[m], i] for i in range(n_used)]
     else:
-        bias = plt.load(chooser_ref.at[layer, column], mask=column < e, other=0.0)
-        open_ = jnp.where(inside, score + bias[None, :], -jnp.inf)
+        rest = jnp.where(column < e, score + plt.load(chooser_ref.at[layer, column], mask=column < e, other=0.0), -jnp.inf)
         chosen = []
         for _ in range(n_used):
-            best = jnp.max(open_, axis=1)[:, None]
-            pick = jnp.min(jnp.where(open_ == best, column[None, :], columns - 1), axis=1)  # of equals the lowest
+            pick = jnp.min(jnp.where(rest == jnp.max(rest), column, e - 1))  # of equals the lowest
             chosen.append(pick)
-            open_ = jnp.where(column[None, :] == pick[:, None], -jnp.inf, open_)
-    weight = [jnp.sum(jnp.where(column[None, :] == pick[:, None], score, 0.0), axis=1) for pick in chosen]
+            rest = jnp.where(column == pick, -jnp.inf, rest)
+    weight = [jnp.sum(jnp.where(column == pick, score, 0.0)) for pick in chosen]
     total = jnp.maximum(sum(weight[1:], weight[0]), least)
-    for i, w in enumerate(weight):
-        plt.store(weight_ref.at[row, i], w / total * scale, mask=row < m)
+    for i, (w, pick) in enumerate(zip(weight, chosen, strict=True)):
+        weight_ref[m, i] = w / total * scale
+        expert_ref[m, i] = jnp.where(live_ref[m] != 0, pick, e)
 
-    live = plt.load(live_ref.at[row], mask=row < m, other=0)
-    expert = [jnp.where(live != 0, pick, e) for pick in chosen]
-    key = [(pick * rows + row) * n_used + i for i, pick in enumerate(expert)]  # sorts by expert, then by place
+
+def _sort(chosen_ref: Any, expert_ref: Any, home_ref: Any) -> None:
+    """Place one row's pairs by the number of pairs that come before each."""
+    m, (n_row, n_used) = pl.program_id(0), chosen_ref.shape
+    n_pair = n_row * n_used
+    other = jnp.arange(_power_of_two(n_pair))
+    key = plt.load(chosen_ref.at[other // n_used, other % n_used], mask=other < n_pair, other=0) * n_pair + other  # by expert, then place
     for i in range(n_used):
-        rank = jnp.zeros(rows, jnp.int32)
-        for other in key:
-            smaller = (other[None, :] < key[i][:, None]) & (row < m)[None, :]
-            rank = rank + jnp.sum(smaller.astype(jnp.int32), axis=1)
-        plt.store(expert_ref.at[rank], expert[i], mask=row < m)
-        plt.store(home_ref.at[rank], row * n_used + i, mask=row < m)
+        expert, home = chosen_ref[m, i], m * n_used + i
+        before = (key < expert * n_pair + home) & (other < n_pair)
+        rank = jnp.sum(before.astype(jnp.int32))
+        expert_ref[rank] = expert
+        home_ref[rank] = home
 
 
 def _power_of_two(n: int) -> int:

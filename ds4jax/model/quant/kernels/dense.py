@@ -22,8 +22,7 @@ from ds4jax.model.quant.qtensor import QTensor
 FEW = 2  # rows that do without tensor cores
 MOST = 128  # rows of a launch
 TILE = 8192  # weights that a program of the first form reads at once
-ROWS_OUT = 64  # rows of weights that a program of the second form holds
-DEPTH = 128  # columns that it takes at a time
+PROGRAMS = 256  # of the second form: so many share the rows of weights, 16 to 64 each
 GROUP = 32  # weights that share a scale in Q8_0
 KINDS = ("Q8_0", "F16", "BF16", "F32")
 
@@ -31,7 +30,7 @@ KINDS = ("Q8_0", "F16", "BF16", "F32")
 def fits(w: QTensor, n_rows: int, groups: int = 1) -> bool:
     """Whether `dense_matmul` takes stacked weights w [L, N, K] and so many rows."""
     _, n, k = w.shape
-    return w.kind in KINDS and n_rows <= MOST and k % DEPTH == 0 and k & (k - 1) == 0 and n % (16 * groups) == 0
+    return w.kind in KINDS and n_rows <= MOST and k >= 128 and k & (k - 1) == 0 and n % (16 * groups) == 0
 
 
 def dense_matmul(
@@ -53,8 +52,10 @@ def dense_matmul(
         return launch(partial(_few, rows=rows, **statics), (n_out // rows,), out, [layer, x, *fields], name="dense", warps=warps)
     x = x.astype(jnp.float16 if w.kind == "F16" else jnp.bfloat16)
     padded = max(16, 1 << (m - 1).bit_length())
-    rows = _divisor(ROWS_OUT if n_out >= 4096 else 16, n // groups, n_out)
-    return launch(partial(_many, rows=rows, padded=padded, **statics), (n_out // rows,), out, [layer, x, *fields], name="dense", stages=3)
+    rows = _divisor(min(max(n_out // PROGRAMS, 16), 64), n // groups, n_out)
+    depth, stages = (min(256, k), 3) if rows < 64 else (128, 4)
+    kernel = partial(_many, rows=rows, padded=padded, depth=depth, **statics)
+    return launch(kernel, (n_out // rows,), out, [layer, x, *fields], name="dense", stages=stages)
 
 
 def _divisor(most: int, *sizes: int) -> int:
@@ -62,9 +63,11 @@ def _divisor(most: int, *sizes: int) -> int:
     return next(r for r in (64, 32, 16, 8, 4, 2, 1) if r <= most and not any(size % r for size in sizes))
 
 
-def _swiglu(gate: jax.Array, up: jax.Array, clamp: float) -> jax.Array:
-    gate = jnp.minimum(gate, clamp)
-    return gate / (1 + jnp.exp(-gate)) * jnp.clip(up, -clamp, clamp)
+def swiglu(gate: jax.Array, up: jax.Array, clamp: float) -> jax.Array:
+    """Compute `moe.swiglu`. With comparisons, for NaN to pass: a GPU's minimum and maximum would replace it by the clamp."""
+    gate = jnp.where(gate > clamp, clamp, gate)
+    up = jnp.where(up > clamp, clamp, jnp.where(up < -clamp, -clamp, up))
+    return gate / (1 + jnp.exp(-gate)) * up
 
 
 def _few(layer_ref: Any, x_ref: Any, *refs: Any, rows: int, n_out: int, k: int, per_group: int, clamp: float | None, kind: str) -> None:
@@ -86,12 +89,22 @@ def _few(layer_ref: Any, x_ref: Any, *refs: Any, rows: int, n_out: int, k: int, 
         x = plt.load(x_ref.at[m, column + at]).astype(jnp.float32)
         y = product(first, x)
         if clamp is not None:
-            y = _swiglu(y, product(first + n_out, x), clamp)
+            y = swiglu(y, product(first + n_out, x), clamp)
         out_ref[m, pl.ds(first, rows)] = y.astype(out_ref.dtype)
 
 
 def _many(
-    layer_ref: Any, x_ref: Any, *refs: Any, rows: int, padded: int, n_out: int, k: int, per_group: int, clamp: float | None, kind: str
+    layer_ref: Any,
+    x_ref: Any,
+    *refs: Any,
+    rows: int,
+    padded: int,
+    depth: int,
+    n_out: int,
+    k: int,
+    per_group: int,
+    clamp: float | None,
+    kind: str,
 ) -> None:
     *fields, out_ref = refs
     layer, first = layer_ref[0], pl.program_id(0) * rows
@@ -100,19 +113,19 @@ def _many(
     member = jnp.arange(padded)
 
     def weights(first: jax.Array, at: jax.Array) -> jax.Array:
-        w = fields[0][layer, pl.ds(first, rows), pl.ds(at, DEPTH)]
+        w = fields[0][layer, pl.ds(first, rows), pl.ds(at, depth)]
         if kind != "Q8_0":
             return w.astype(x_ref.dtype)
-        d = fields[1][layer, pl.ds(first, rows), pl.ds(at // GROUP, DEPTH // GROUP)].astype(jnp.bfloat16)
-        return (w.astype(jnp.bfloat16).reshape(rows, DEPTH // GROUP, GROUP) * d[:, :, None]).reshape(rows, DEPTH)
+        d = fields[1][layer, pl.ds(first, rows), pl.ds(at // GROUP, depth // GROUP)].astype(jnp.bfloat16)
+        return (w.astype(jnp.bfloat16).reshape(rows, depth // GROUP, GROUP) * d[:, :, None]).reshape(rows, depth)
 
     def step(i: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        at = i * DEPTH
-        x = plt.load(x_ref.at[member[:, None], (column + at + jnp.arange(DEPTH))[None, :]], mask=(member < m)[:, None], other=0.0)
+        at = i * depth
+        x = plt.load(x_ref.at[member[:, None], (column + at + jnp.arange(depth))[None, :]], mask=(member < m)[:, None], other=0.0)
         return tuple(t + plt.dot(weights(first + half * n_out, at), x, trans_b=True) for half, t in enumerate(totals))
 
     zero = jnp.zeros((rows, padded), jnp.float32)
-    totals = jax.lax.fori_loop(0, k // DEPTH, step, (zero,) if clamp is None else (zero, zero))
-    y = totals[0] if clamp is None else _swiglu(totals[0], totals[1], clamp)
+    totals = jax.lax.fori_loop(0, k // depth, step, (zero,) if clamp is None else (zero, zero))
+    y = totals[0] if clamp is None else swiglu(totals[0], totals[1], clamp)
     at = (member[None, :], (first + jnp.arange(rows))[:, None])
     plt.store(out_ref.at[at[0], at[1]], y.astype(out_ref.dtype), mask=(member < m)[None, :])

@@ -1,8 +1,8 @@
 """Routed experts of a decode step: int8 activations meet packed weights in exact integers, and only scales are floats.
 
-A program has some rows of an expert's weights, decodes them once, and multiplies them by every token of its run: pairs (token, expert) come
-sorted by expert, and a run is the neighbours with one expert. Programs of the same weight rows start side by side, so what two runs share
-they read through the cache. Results go to the place their pair came from; nothing is sorted back.
+A program has some rows of an expert's weights and one token. Pairs (token, expert) come sorted by expert, and programs of
+neighbouring pairs start side by side on the same weight rows, so what several tokens need of an expert is read from memory
+once. Results go to the place their pair came from; nothing is sorted back.
 """
 
 from __future__ import annotations
@@ -19,25 +19,21 @@ from jax.experimental.pallas import triton as plt
 
 from ds4jax.model.kernels.launch import launch
 from ds4jax.model.quant.kernels.activations import GROUP, Int8Rows, quantize_rows
+from ds4jax.model.quant.kernels.dense import swiglu
 from ds4jax.model.quant.kernels.formats import FORMATS, Decoded, Row, load
 from ds4jax.model.quant.qtensor import QTensor
 
 
 @dataclass(frozen=True)
 class Tile:
-    """rows: weight rows of a program. warps: of a program. run: tokens that share its weights, at most."""
+    """Rows of weights of a program, and its warps."""
 
     rows: int
     warps: int
-    run: int
 
 
-# By format, for up to so many pairs. Where tokens seldom share an expert, a run of one leaves more registers to the weights.
-TILES: dict[str, Sequence[tuple[int, Tile]]] = {
-    "IQ2_XXS:words": [(1 << 30, Tile(8, 8, 1))],
-    "Q2_K:words": [(1 << 30, Tile(32, 4, 1))],
-    "Q4_K:words": [(1 << 30, Tile(8, 4, 1))],
-}
+# Few rows: decoding them for several tokens of an expert at once, measured at up to 64 tokens, loses more to registers than it saves.
+TILES = {"IQ2_XXS:words": Tile(4, 4), "Q2_K:words": Tile(8, 4), "Q4_K:words": Tile(8, 4)}
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +52,7 @@ def fits(gate: QTensor, up: QTensor, down: QTensor) -> bool:
 
 def _fits(w: QTensor) -> bool:
     n, k = w.shape[-2:]
-    return w.kind in FORMATS and k & (k - 1) == 0 and k >= 256 and n % max(tile.rows for _, tile in TILES[w.kind]) == 0
+    return w.kind in FORMATS and k & (k - 1) == 0 and k >= 256 and n % TILES[w.kind].rows == 0
 
 
 def apply_experts(x: jax.Array, weight: jax.Array, pairs: Pairs, weights: Sequence[QTensor], layer: jax.Array, clamp: float) -> jax.Array:
@@ -102,9 +98,9 @@ def _multiply(
 ) -> jax.Array:
     kind, (_, n_expert, n, k) = weights[0].kind, weights[0].shape
     (n_pair,) = pairs.expert.shape
-    tile = next(tile for most, tile in TILES[kind] if n_pair <= most)
+    tile = TILES[kind]
     fields = [w.fields[field] for w in weights for field in FORMATS[kind].fields]
-    statics: dict[str, Any] = {"kind": kind, "tile": tile, "n_expert": n_expert, "n_group": k // GROUP, "n_pair": n_pair}
+    statics: dict[str, Any] = {"kind": kind, "tile": tile, "n_expert": n_expert, "n_group": k // GROUP}
     operands = [layer, pairs.expert, pairs.home, rows.words, rows.scale, rows.sums]
     if weight is None:
         kernel = partial(_kernel, per_token=1, clamp=None, **statics)
@@ -118,7 +114,7 @@ def _multiply(
 
 def _kernel(
     layer_ref: Any, expert_ref: Any, home_ref: Any, words_ref: Any, scale_ref: Any, sums_ref: Any, *refs: Any,
-    kind: str, tile: Tile, n_expert: int, n_group: int, n_pair: int, per_token: int, clamp: float | None,
+    kind: str, tile: Tile, n_expert: int, n_group: int, per_token: int, clamp: float | None,
 ) -> None:  # fmt: skip
     *fields, out_ref = refs
     if clamp is not None:
@@ -126,16 +122,13 @@ def _kernel(
     form = FORMATS[kind]
     pair, row = pl.program_id(0), pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
     expert = expert_ref[pair]
-    starts = expert < n_expert
-    if tile.run > 1:
-        # A run starts where the expert changes, and at every multiple of its longest length: that needs no counting from the left.
-        starts &= (pair % tile.run == 0) | (expert_ref[jnp.maximum(pair - 1, 0)] != expert)
+    home = home_ref[pair]
 
     @pl.when(expert >= n_expert)
     def _() -> None:
-        plt.store(out_ref.at[home_ref[pair], row], jnp.zeros(tile.rows, jnp.float32))
+        plt.store(out_ref.at[home, row], jnp.zeros(tile.rows, jnp.float32))
 
-    @pl.when(starts)
+    @pl.when(expert < n_expert)
     def _() -> None:
         layer = layer_ref[0]
         matrices = [
@@ -143,46 +136,20 @@ def _kernel(
             for refs in (fields[i : i + len(form.fields)] for i in range(0, len(fields), len(form.fields)))
         ]
 
-        def token(i: Any, carry: None) -> None:
-            home = home_ref[pair + i]
-            x = _activations(words_ref, scale_ref, sums_ref, home // per_token, (tile.rows, n_group))
+        x = _activations(words_ref, scale_ref, sums_ref, home // per_token, (tile.rows, n_group))
 
-            def product(w: Decoded) -> jax.Array:
-                return jnp.sum(form.products(w, x), axis=1)
+        def product(w: Decoded) -> jax.Array:
+            return jnp.sum(form.products(w, x), axis=1)
 
-            y = product(matrices[0])
-            if clamp is not None:
-                y = _swiglu(y, product(matrices[1]), clamp) * weight_ref[home]
-            plt.store(out_ref.at[home, row], y)
-
-        if tile.run == 1:
-            token(0, None)
-        else:
-            jax.lax.fori_loop(0, _run_length(expert_ref, pair, expert, tile.run, n_pair), token, None)
-
-
-def _run_length(expert_ref: Any, pair: Any, expert: Any, most: int, n_pair: int) -> jax.Array:
-    """Count the pairs from `pair` on that have its expert, up to the next multiple of `most`."""
-    length = jnp.int32(1)
-    for i in range(1, most):
-        here = pair + i < jnp.minimum((pair // most + 1) * most, n_pair)
-        same = expert_ref[jnp.where(here, pair + i, pair)] == expert
-        length = jnp.where(here & same, length + 1, length)
-    return length
+        y = product(matrices[0])
+        if clamp is not None:
+            y = swiglu(y, product(matrices[1]), clamp) * weight_ref[home]
+        plt.store(out_ref.at[home, row], y)
 
 
 def _activations(words_ref: Any, scale_ref: Any, sums_ref: Any, row: Any, shape: tuple[int, int]) -> Row:
-    """Read a row of Int8Rows, spread over the rows of a tile."""
-
-    def spread(values: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(values[None, :], shape)
-
-    words = [spread(words_ref[row, w, :]) for w in range(8)]
-    return Row(words, spread(scale_ref[row, :]), (spread(sums_ref[row, 0, :]), spread(sums_ref[row, 1, :])))
-
-
-def _swiglu(gate: jax.Array, up: jax.Array, clamp: float) -> jax.Array:
-    """Compute `moe.swiglu`. With comparisons, for NaN to pass: a GPU's minimum and maximum would replace it by the clamp."""
-    gate = jnp.where(gate > clamp, clamp, gate)
-    up = jnp.where(up > clamp, clamp, jnp.where(up < -clamp, -clamp, up))
-    return gate / (1 + jnp.exp(-gate)) * up
+    """Read a row of Int8Rows, spread over the rows of a tile: loaded as tiles, which are where the products want them."""
+    group = jnp.broadcast_to(jnp.arange(shape[1])[None, :], shape)
+    words = [plt.load(words_ref.at[row, w, group]) for w in range(8)]
+    sums = (plt.load(sums_ref.at[row, 0, group]), plt.load(sums_ref.at[row, 1, group]))
+    return Row(words, plt.load(scale_ref.at[row, group]), sums)

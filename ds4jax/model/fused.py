@@ -1,0 +1,172 @@
+"""A decode step's layers on a GPU, in as few launches as they take.
+
+The same mathematics as `transformer.Block`, which is the twin of this file: there every operation is plain array code,
+here each line is one kernel. What a kernel takes from a layer's weights it reads inside the whole stack; nothing is
+copied, and no loop asks the host how long it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ds4jax.config import ModelConfig
+from ds4jax.model.attention import Attention, LayerIndex, Span
+from ds4jax.model.cache import KVCache
+from ds4jax.model.compressor import Compressor
+from ds4jax.model.hyper import HyperConnection
+from ds4jax.model.kernels import attend, extend, hyper, index, router
+from ds4jax.model.moe import MIN_WEIGHT_SUM, MoE
+from ds4jax.model.quant import PREPARED
+from ds4jax.model.quant.kernels import dense, experts
+from ds4jax.model.rope import frequencies
+
+if TYPE_CHECKING:
+    from ds4jax.model.transformer import Block, Stack
+
+MOST_ROWS = 64  # of a step
+
+
+def fits(config: ModelConfig, kinds: Mapping[str, str]) -> bool:
+    """Whether the kernels take a model of this shape and these tensor types."""
+    sizes = (config.n_embd, config.n_ff, config.q_lora_rank, config.n_head, config.n_hc)
+    if any(n & (n - 1) for n in sizes) or config.n_rot != 64 or config.head_dim % 64 or config.n_embd < 128:
+        return False
+
+    def taken(name: str, kind: str) -> bool:
+        if name.endswith("_exps.weight"):
+            return kind in PREPARED
+        return kind in dense.KINDS or not name.endswith(".weight")
+
+    if kinds["blk.0.attn_q_a.weight"] != kinds["blk.0.attn_kv.weight"]:
+        return False
+    return all(taken(name, kind) for name, kind in kinds.items() if name != "token_embd.weight" and kind != "I32")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Streams:
+    """Streams before a block's output has joined them: `HyperConnection.post` is left to the launch that reads them next.
+
+    x [M, H, D] as they were before the block; parts [M, n, D] each, whose sum is the block's output; post [M, H]; comb [M, H, H].
+    """
+
+    x: jax.Array
+    parts: tuple[jax.Array, ...]
+    post: jax.Array
+    comb: jax.Array
+
+    @classmethod
+    def begin(cls, x: jax.Array, n_part: int) -> Streams:
+        """Wrap streams that nothing waits to join, in the shape that n_part experts and a shared one leave."""
+        m, h, d = x.shape
+        nothing = (jnp.zeros((m, n_part, d), x.dtype), jnp.zeros((m, 1, d), x.dtype))
+        return cls(x, nothing, jnp.zeros((m, h), x.dtype), jnp.broadcast_to(jnp.eye(h, dtype=x.dtype), (m, h, h)))
+
+    def end(self) -> jax.Array:
+        """Join what waits: [M, H, D]."""
+        out = sum((jnp.sum(p, axis=1) for p in self.parts[1:]), jnp.sum(self.parts[0], axis=1))
+        return HyperConnection.post(out, self.x, self.post, self.comb)
+
+
+def run_stack(stack: Stack, streams: Streams, token: jax.Array, cache: KVCache, span: Span) -> tuple[Streams, KVCache]:
+    """Run all layers of a stack with one token a row. token: int32 [M]."""
+
+    def body(carry: tuple[Streams, KVCache], i: jax.Array) -> tuple[tuple[Streams, KVCache], None]:
+        streams, cache = carry
+        for p, block in enumerate(stack.blocks):
+            streams, cache = _block(block, streams, token, cache, stack.layer_index(p, i), i, span)
+        return (streams, cache), None
+
+    return jax.lax.scan(body, (streams, cache), jnp.arange(stack.plan.repeats, dtype=jnp.int32))[0]
+
+
+def _block(
+    block: Block, streams: Streams, token: jax.Array, cache: KVCache, at: LayerIndex, i: jax.Array, span: Span
+) -> tuple[Streams, KVCache]:
+    """Run one layer, the i-th of its stack."""
+    layer = i.reshape(1)
+    x, y, post, comb = _site(block.hc_attn, block.attn_norm.get_value(), streams, layer)
+    out, cache = _attention(block.attn, y, cache, at, layer, span)
+    streams = Streams(x, (out[:, None],), post, comb)
+    x, y, post, comb = _site(block.hc_ffn, block.ffn_norm.get_value(), streams, layer)
+    return Streams(x, _experts(block.ffn, y, token, span.live(1, cache.n_slot), layer), post, comb), cache
+
+
+def _site(hc: HyperConnection, norm: jax.Array, streams: Streams, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Bring the streams up to date and enter a block: streams [M, H, D], the block's input [M, D], post and comb for its output."""
+    c = hc.config
+    x, products = hyper.advance(streams.x, streams.parts, streams.post, streams.comb, hc.fn.get_value(), layer)
+    scale, base = hc.scale.get_value(), hc.base.get_value()
+    y, post, comb = hyper.enter(x, products, scale, base, norm, layer, n_iter=c.hc_sinkhorn_iters, hc_eps=c.hc_eps, rms_eps=c.rms_eps)
+    return x, y, post, comb
+
+
+def _attention(attn: Attention, y: jax.Array, cache: KVCache, at: LayerIndex, layer: jax.Array, span: Span) -> tuple[jax.Array, KVCache]:
+    """Run a layer's attention on its input y [M, D]: [M, D] f32, and the cache with the token in it."""
+    c = attn.config
+    lora, inputs, cache = _extend(attn, y, cache, at, layer, span)
+    q = dense.dense_matmul(lora, attn.q_b.get_value(), layer)
+    omega = frequencies(c, compressed=attn.ratio != 0)
+    comp = {0: None, 4: cache.comp4, 128: cache.comp128}[attn.ratio]
+    chosen = None
+    if attn.ratio == 4 and cache.comp4.n_row > c.index_top_k:
+        iq = dense.dense_matmul(lora, attn.indexer.attn_q_b.get_value(), layer)
+        chosen = index.choose_rows(
+            iq, inputs[-1], cache.index, jnp.asarray(at.comp), span.slot, span.start, top_k=c.index_top_k, omega=omega
+        )
+    o = attend.attend(
+        q, attn.sinks.get_value(), cache.raw, comp, chosen, jnp.asarray(at.raw), jnp.asarray(at.comp), layer, span.slot, span.start,
+        n_head=c.n_head, ratio=attn.ratio, omega=omega, eps=c.rms_eps,
+    )  # fmt: skip
+    low = dense.dense_matmul(o, attn.output_a.get_value(), layer, groups=c.n_out_group, out_dtype=jnp.bfloat16)
+    return dense.dense_matmul(low, attn.output_b.get_value(), layer), cache
+
+
+def _extend(
+    attn: Attention, y: jax.Array, cache: KVCache, at: LayerIndex, layer: jax.Array, span: Span
+) -> tuple[jax.Array, list[jax.Array], KVCache]:
+    """Project a layer's input y [M, D] and extend the cache by it: the low-rank query [M, Q] bf16, and the projections of `inputs`."""
+    inputs = attn.inputs.get_value()
+    products = [dense.dense_matmul(y, group, layer) for group in inputs.groups]
+    proj = products[0] if len(products) == 1 else jnp.concatenate(products, axis=1)
+    jobs: list[tuple[Compressor, str, str]] = []
+    if attn.ratio:
+        jobs.append((attn.compressor, f"win{attn.ratio}", f"comp{attn.ratio}"))
+    if attn.ratio == 4:
+        jobs.append((attn.indexer.compressor, "win_index", "index"))
+    pools = []
+    for i, (compressor, window, rows) in enumerate(jobs):
+        first = (inputs.places[2 + 2 * i][0], inputs.places[3 + 2 * i][0])
+        ape, norm = compressor.ape.get_value(), compressor.norm.get_value()
+        state = getattr(cache, window), getattr(cache, rows)
+        pools.append(extend.Pool(first, jnp.reshape(at.comp, 1), ape, norm, *state, attn.ratio, compressor.with_hadamard))
+    norms = attn.q_a_norm.get_value(), attn.kv_a_norm.get_value()
+    omega = frequencies(attn.config, compressed=attn.ratio != 0)
+    lora, raw, done = extend.extend(
+        proj, layer, jnp.reshape(at.raw, 1), *norms, cache.raw, pools, span.slot, span.start, omega=omega, eps=attn.config.rms_eps
+    )
+    changed: dict[str, Any] = {"raw": raw}
+    for (_, window, rows), (new_window, new_rows) in zip(jobs, done, strict=True):
+        changed |= {window: new_window, rows: new_rows}
+    return lora, inputs.split(proj), dataclasses.replace(cache, **changed)
+
+
+def _experts(moe: MoE, y: jax.Array, token: jax.Array, live: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Run a layer's experts on their input y [M, D]: routed [M, X, D] and shared [M, 1, D], both f32, to be summed."""
+    c = moe.config
+    bias, table = (None if p is None else p.get_value() for p in (moe.exp_probs_b, moe.tid2eid))
+    logits = dense.dense_matmul(y, moe.gate_inp.get_value(), layer)
+    weight, pairs = router.choose(
+        logits, bias, table, token, live, layer, n_used=c.n_expert_used, scale=c.expert_scale, least=MIN_WEIGHT_SUM
+    )
+    weights = [w.get_value() for w in (moe.gate_exps, moe.up_exps, moe.down_exps)]
+    routed = experts.apply_experts(y, weight, pairs, weights, layer, moe.clamp)
+    gate_up = moe.gate_up_shexp.get_value().groups
+    hidden = dense.dense_matmul(y.astype(jnp.bfloat16), gate_up[0], layer, swiglu_clamp=moe.clamp_shared, out_dtype=jnp.bfloat16)
+    return routed, dense.dense_matmul(hidden, moe.down_shexp.get_value(), layer)[:, None]
