@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
-from ds4jax.model.quant import dot, expert_apply, matmul, project, route
+from ds4jax.model.quant import QTensor, dot, expert_apply, matmul, project, route
+from ds4jax.model.quant.kernels import experts
 from ds4jax.model.weights import Take
 
 
@@ -26,7 +27,7 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, take: Take, prefix: str, *, hashed: bool, clamp: float, clamp_shared: float) -> None:
-        self.config, self.clamp, self.clamp_shared = config, clamp, clamp_shared
+        self.config, self.clamp, self.clamp_shared, self.kernels = config, clamp, clamp_shared, take.kernels
         d, e, f, x = config.n_embd, config.n_expert, config.n_ff, config.n_expert_used
         self.gate_inp = nnx.Param(take.matrix(f"{prefix}ffn_gate_inp.weight", e, d))
         self.tid2eid = nnx.Param(take.table(f"{prefix}ffn_gate_tid2eid.weight", config.n_vocab, x)) if hashed else None
@@ -63,15 +64,14 @@ class MoE(nnx.Module):
         m, d = x.shape
         expert, weight = self.choose(x, token)
         n_used = expert.shape[1]
-        plan = route(jnp.where(live[:, None], expert, self.config.n_expert).reshape(-1), self.config.n_expert)
-        pairs = jnp.repeat(x.astype(dtype), n_used, axis=0)  # [M*X, D]
-
-        def one(w1: jax.Array, w3: jax.Array, w2: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
-            hidden = swiglu(dot(x, w1), dot(x, w3), self.clamp) * weight
-            return dot(hidden.astype(dtype), w2)
-
-        experts = [w.get_value() for w in (self.gate_exps, self.up_exps, self.down_exps)]
-        routed = expert_apply(one, experts, [pairs, weight.reshape(-1, 1)], plan, layer)
+        chosen = jnp.where(live[:, None], expert, self.config.n_expert).reshape(-1)
+        weights = [w.get_value() for w in (self.gate_exps, self.up_exps, self.down_exps)]
+        if self.kernels:
+            order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+            pairs = experts.Pairs(chosen[order].astype(jnp.int32), order)
+            routed = experts.apply_experts(x, weight, pairs, weights, jnp.reshape(layer, 1).astype(jnp.int32), self.clamp)
+        else:
+            routed = self._routed(x.astype(dtype), weight, chosen, weights, layer)
 
         gate_up = self.gate_up_shexp.get_value()
         gate, up = gate_up.split(project(x.astype(dtype), gate_up, out_dtype=jnp.float32))
@@ -79,6 +79,16 @@ class MoE(nnx.Module):
         routed = routed.reshape(m, n_used, d)
         # Term by term: elementwise sums fuse, where a reduction over so short an axis is a slow kernel of its own on a CPU.
         return sum((routed[:, i] for i in range(n_used)), shared)
+
+    def _routed(self, x: jax.Array, weight: jax.Array, chosen: jax.Array, weights: list[QTensor], layer: jax.Array) -> jax.Array:
+        """Apply the chosen experts [M*X] to x [M, D]: f32 [M*X, D]."""
+        plan = route(chosen, self.config.n_expert)
+
+        def one(w1: jax.Array, w3: jax.Array, w2: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+            hidden = swiglu(dot(x, w1), dot(x, w3), self.clamp) * weight
+            return dot(hidden.astype(x.dtype), w2)
+
+        return expert_apply(one, weights, [jnp.repeat(x, weight.shape[1], axis=0), weight.reshape(-1, 1)], plan, layer)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, clamp: float) -> jax.Array:

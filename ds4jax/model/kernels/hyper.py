@@ -1,12 +1,13 @@
 """Hyper-connections around a block in two launches: advance the streams past the last block, then enter the next.
 
 The streams are a row's largest state, so whatever reads them does all it can at once: the first launch mixes the last
-block's output into them and takes their products with the next mixing weights, piece by piece; the second, a program a
-row, finishes those products, makes the combination doubly stochastic in registers, collapses the streams and normalises.
+block's output into them and takes their products with the next mixing weights, piece by piece; the second finishes those
+products, collapses the streams and normalises, while a program beside it makes the combination doubly stochastic.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ds4jax.model.kernels.launch import launch
 from ds4jax.model.quant.qtensor import QTensor
 
 CHUNK = 128  # channels of each stream that a program of the first launch takes
+ROWS = 4  # batch rows that share what such a program reads of the mixing weights
 PAD = 32  # columns of a partial result: the mixing products, then the sum of squares
 
 
@@ -49,31 +51,33 @@ def advance(
     """
     m, h, d = x.shape
     out = [jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((m, d // CHUNK, PAD), jnp.float32)]
-    kernel = partial(_advance, n_part=tuple(p.shape[1] for p in parts), n_stream=h, n_mix=fn.shape[1], width=d)
-    new, products = launch(kernel, (d // CHUNK, m), out, [layer, x, post, comb, fn.fields["w"], *parts], name="hyper_advance")
+    rows = math.gcd(m, ROWS)
+    kernel = partial(_advance, rows=rows, n_mix=fn.shape[1])
+    operands = [layer, x, post, comb, fn.fields["w"], *parts]
+    new, products = launch(kernel, (d // CHUNK, m // rows), out, operands, name="hyper_advance")
     return new, products
 
 
-def _advance(
-    layer_ref: Any, x_ref: Any, post_ref: Any, comb_ref: Any, fn_ref: Any, *refs: Any,
-    n_part: tuple[int, ...], n_stream: int, n_mix: int, width: int,
-) -> None:  # fmt: skip
+def _advance(layer_ref: Any, x_ref: Any, post_ref: Any, comb_ref: Any, fn_ref: Any, *refs: Any, rows: int, n_mix: int) -> None:
+    """Advance some channels of some rows, each with the mixing weights that all of them share."""
     *part_refs, new_ref, product_ref = refs
-    chunk, m, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
-    at = pl.ds(chunk * CHUNK, CHUNK)
-    out = sum((ref[m, i, at] for ref, n in zip(part_refs, n_part, strict=True) for i in range(n)), jnp.zeros(CHUNK, jnp.float32))
-    old = [x_ref[m, j, at] for j in range(n_stream)]
-    row = jnp.arange(PAD)
-    column = chunk * CHUNK + jnp.arange(CHUNK)
-    products, square = jnp.zeros(PAD, jnp.float32), jnp.zeros(CHUNK, jnp.float32)
+    chunk, first, layer = pl.program_id(0), pl.program_id(1) * rows, layer_ref[0]
+    _, n_stream, width = x_ref.shape
+    at, row, column = pl.ds(chunk * CHUNK, CHUNK), jnp.arange(PAD), chunk * CHUNK + jnp.arange(CHUNK)
+    real = jnp.broadcast_to((row < n_mix)[:, None], (PAD, CHUNK))
+    batch = [first + r for r in range(rows)]
+    out = [sum((ref[m, i, at] for ref in part_refs for i in range(ref.shape[1])), jnp.zeros(CHUNK, jnp.float32)) for m in batch]
+    old = [[x_ref[m, j, at] for j in range(n_stream)] for m in batch]
+    products, square = [jnp.zeros((PAD, CHUNK), jnp.float32)] * rows, [jnp.zeros(CHUNK, jnp.float32)] * rows
     for h in range(n_stream):
-        new = post_ref[m, h] * out + sum(comb_ref[m, j, h] * old[j] for j in range(n_stream))
-        new_ref[m, h, at] = new
-        real = jnp.broadcast_to((row < n_mix)[:, None], (PAD, CHUNK))
-        w = plt.load(fn_ref.at[layer, row[:, None], (h * width + column)[None, :]], mask=real, other=0.0)
-        products = products + jnp.sum(w.astype(jnp.float32) * new[None, :], axis=1)
-        square = square + new * new
-    product_ref[m, chunk, :] = jnp.where(row == n_mix, jnp.sum(square), products)
+        w = plt.load(fn_ref.at[layer, row[:, None], (h * width + column)[None, :]], mask=real, other=0.0).astype(jnp.float32)
+        for r, m in enumerate(batch):
+            new = post_ref[m, h] * out[r] + sum(comb_ref[m, j, h] * old[r][j] for j in range(n_stream))
+            new_ref[m, h, at] = new
+            products[r] = products[r] + w * new[None, :]
+            square[r] = square[r] + new * new
+    for r, m in enumerate(batch):
+        product_ref[m, chunk, :] = jnp.where(row == n_mix, jnp.sum(square[r]), jnp.sum(products[r], axis=1))
 
 
 def enter(
