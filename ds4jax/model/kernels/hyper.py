@@ -21,7 +21,8 @@ from ds4jax.model.kernels.launch import launch
 from ds4jax.model.quant.qtensor import QTensor
 
 CHUNK = 128  # channels of each stream that a program of the first launch takes
-ROWS = 4  # batch rows that share what such a program reads of the mixing weights
+FEW = 16  # batch rows of which each has its own programs, or the GPU would not be full
+ROWS = 4  # of more rows, so many share what a program reads of the mixing weights
 PAD = 32  # columns of a partial result: the mixing products, then the sum of squares
 
 
@@ -51,7 +52,7 @@ def advance(
     """
     m, h, d = x.shape
     out = [jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((m, d // CHUNK, PAD), jnp.float32)]
-    rows = math.gcd(m, ROWS)
+    rows = math.gcd(m, ROWS if m > FEW else 1)
     kernel = partial(_advance, rows=rows, n_mix=fn.shape[1])
     operands = [layer, x, post, comb, fn.fields["w"], *parts]
     new, products = launch(kernel, (d // CHUNK, m // rows), out, operands, name="hyper_advance")
@@ -59,25 +60,23 @@ def advance(
 
 
 def _advance(layer_ref: Any, x_ref: Any, post_ref: Any, comb_ref: Any, fn_ref: Any, *refs: Any, rows: int, n_mix: int) -> None:
-    """Advance some channels of some rows, each with the mixing weights that all of them share."""
+    """Advance some channels of some rows, which share what is read of the mixing weights."""
     *part_refs, new_ref, product_ref = refs
-    chunk, first, layer = pl.program_id(0), pl.program_id(1) * rows, layer_ref[0]
-    _, n_stream, width = x_ref.shape
+    chunk, layer, (_, n_stream, width) = pl.program_id(0), layer_ref[0], x_ref.shape
     at, row, column = pl.ds(chunk * CHUNK, CHUNK), jnp.arange(PAD), chunk * CHUNK + jnp.arange(CHUNK)
     real = jnp.broadcast_to((row < n_mix)[:, None], (PAD, CHUNK))
-    batch = [first + r for r in range(rows)]
-    out = [sum((ref[m, i, at] for ref in part_refs for i in range(ref.shape[1])), jnp.zeros(CHUNK, jnp.float32)) for m in batch]
-    old = [[x_ref[m, j, at] for j in range(n_stream)] for m in batch]
-    products, square = [jnp.zeros((PAD, CHUNK), jnp.float32)] * rows, [jnp.zeros(CHUNK, jnp.float32)] * rows
-    for h in range(n_stream):
-        w = plt.load(fn_ref.at[layer, row[:, None], (h * width + column)[None, :]], mask=real, other=0.0).astype(jnp.float32)
-        for r, m in enumerate(batch):
-            new = post_ref[m, h] * out[r] + sum(comb_ref[m, j, h] * old[r][j] for j in range(n_stream))
-            new_ref[m, h, at] = new
-            products[r] = products[r] + w * new[None, :]
-            square[r] = square[r] + new * new
-    for r, m in enumerate(batch):
-        product_ref[m, chunk, :] = jnp.where(row == n_mix, jnp.sum(square[r]), jnp.sum(products[r], axis=1))
+    batch = [pl.program_id(1) * rows + r for r in range(rows)]
+    # Everything is read before anything is stored: no load may overtake a store, and one after the other they would wait for memory.
+    weights = [plt.load(fn_ref.at[layer, row[:, None], (h * width + column)[None, :]], mask=real, other=0.0) for h in range(n_stream)]
+    outs = [sum((ref[m, i, at] for ref in part_refs for i in range(ref.shape[1])), jnp.zeros(CHUNK, jnp.float32)) for m in batch]
+    olds = [[x_ref[m, j, at] for j in range(n_stream)] for m in batch]
+    for m, out, old in zip(batch, outs, olds, strict=True):
+        new = [post_ref[m, h] * out + sum(comb_ref[m, j, h] * old[j] for j in range(n_stream)) for h in range(n_stream)]
+        products = sum(w.astype(jnp.float32) * n[None, :] for w, n in zip(weights, new, strict=True))
+        square = jnp.sum(sum(n * n for n in new))
+        product_ref[m, chunk, :] = jnp.where(row == n_mix, square, jnp.sum(products, axis=1))
+        for h, n in enumerate(new):
+            new_ref[m, h, at] = n
 
 
 def enter(
@@ -95,7 +94,7 @@ def enter(
     m, h, d = x.shape
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((m, d), (m, h), (m, h, h))]
     kernel = partial(_enter, n_iter=n_iter, hc_eps=hc_eps, rms_eps=rms_eps)
-    y, post, comb = launch(kernel, (m,), out, [layer, x, products, scale, base, norm], name="hyper_enter", warps=8)
+    y, post, comb = launch(kernel, (2, m), out, [layer, x, products, scale, base, norm], name="hyper_enter", warps=8)
     return y, post, comb
 
 
@@ -103,37 +102,46 @@ def _enter(
     layer_ref: Any, x_ref: Any, product_ref: Any, scale_ref: Any, base_ref: Any, norm_ref: Any, y_ref: Any, post_ref: Any, comb_ref: Any,
     *, n_iter: int, hc_eps: float, rms_eps: float,
 ) -> None:  # fmt: skip
-    m, layer = pl.program_id(0), layer_ref[0]
+    role, m, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
     _, h, d = x_ref.shape
-    n_mix = 2 * h + h * h
-    chunk = jnp.arange(product_ref.shape[1])
-    square = jnp.sum(plt.load(product_ref.at[m, chunk, n_mix]))
-    r = 1 / jnp.sqrt(square / (h * d) + rms_eps)
+    chunk, stream = jnp.arange(product_ref.shape[1]), jnp.arange(h)
 
-    def mix(first: int, which: int) -> jax.Array:
-        """Columns first .. first + H - 1, scaled and shifted: [H]."""
-        column = first + jnp.arange(h)
-        total = jnp.sum(plt.load(product_ref.at[m, chunk[:, None], column[None, :]]), axis=0)
-        return total * r * scale_ref[layer, which] + plt.load(base_ref.at[layer, column])
+    def mix(*groups: tuple[int, int]) -> list[jax.Array]:
+        """Mixing weights before their sigmoid or softmax, H at a time: groups of first column and number of their scale."""
+        # All loads come before the first sum, at which the warps wait for each other.
+        squares = plt.load(product_ref.at[m, chunk, 2 * h + h * h])
+        products = [plt.load(product_ref.at[m, chunk[:, None], first + stream[None, :]]) for first, _ in groups]
+        scales, bases = [scale_ref[layer, i] for _, i in groups], [plt.load(base_ref.at[layer, first + stream]) for first, _ in groups]
+        root = 1 / jnp.sqrt(jnp.sum(squares) / (h * d) + rms_eps)
+        return [jnp.sum(p, axis=0) * root * s + b for p, s, b in zip(products, scales, bases, strict=True)]
 
-    def sigmoid(z: jax.Array) -> jax.Array:
-        return 1 / (1 + jnp.exp(-z))
+    @pl.when(role == 0)
+    def enter_block() -> None:
+        x, weight = x_ref[m, :, :], norm_ref[layer, :]
+        pre, post = mix((0, 0), (h, 1))
+        pre = _sigmoid(pre) + hc_eps
+        post_ref[m, :] = 2 * _sigmoid(post)
+        y = jnp.sum(x * pre[:, None], axis=0)
+        y_ref[m, :] = y * (1 / jnp.sqrt(jnp.sum(y * y) / d + rms_eps)) * weight
 
-    pre = sigmoid(mix(0, 0)) + hc_eps
-    post_ref[m, :] = 2 * sigmoid(mix(h, 1))
+    @pl.when(role == 1)
+    def combination() -> None:
+        # A list of rows, each spread over lanes: as a square, the matrix would change its layout twice in every iteration.
+        e = [jnp.exp(row - jnp.max(row)) for row in mix(*((2 * h + j * h, 2) for j in range(h)))]
+        c = _columns([row / jnp.sum(row) + hc_eps for row in e], hc_eps)
 
-    cell = 2 * h + jnp.arange(h)[:, None] * h + jnp.arange(h)[None, :]
-    total = jnp.sum(plt.load(product_ref.at[m, chunk[:, None, None], cell[None]]), axis=0)
-    z = total * r * scale_ref[layer, 2] + plt.load(base_ref.at[layer, cell])
-    c = jnp.exp(z - jnp.max(z, axis=1)[:, None])
-    c = c / jnp.sum(c, axis=1)[:, None] + hc_eps
-    c = c / (jnp.sum(c, axis=0)[None, :] + hc_eps)
+        def both(_: int, c: list[jax.Array]) -> list[jax.Array]:
+            return _columns([row / (jnp.sum(row) + hc_eps) for row in c], hc_eps)
 
-    def both(_: int, c: jax.Array) -> jax.Array:
-        c = c / (jnp.sum(c, axis=1)[:, None] + hc_eps)
-        return c / (jnp.sum(c, axis=0)[None, :] + hc_eps)
+        for j, row in enumerate(jax.lax.fori_loop(0, n_iter - 1, both, c)):
+            comb_ref[m, j, :] = row
 
-    comb_ref[m, :, :] = jax.lax.fori_loop(0, n_iter - 1, both, c)
 
-    y = jnp.sum(x_ref[m, :, :] * pre[:, None], axis=0)
-    y_ref[m, :] = y * (1 / jnp.sqrt(jnp.sum(y * y) / d + rms_eps)) * norm_ref[layer, :]
+def _columns(rows: list[jax.Array], eps: float) -> list[jax.Array]:
+    """Divide a matrix, given by its rows, by the sums of its columns."""
+    total = sum(rows[1:], rows[0]) + eps
+    return [row / total for row in rows]
+
+
+def _sigmoid(z: jax.Array) -> jax.Array:
+    return 1 / (1 + jnp.exp(-z))
