@@ -124,14 +124,14 @@ def _attention(attn: Attention, y: jax.Array, cache: KVCache, at: LayerIndex, la
         q, attn.sinks.get_value(), cache.raw, comp, chosen, jnp.asarray(at.raw), jnp.asarray(at.comp), layer, span.slot, span.start,
         n_head=c.n_head, ratio=attn.ratio, omega=omega, eps=c.rms_eps,
     )  # fmt: skip
-    low = dense.dense_matmul(o, attn.output_a.get_value(), layer, groups=c.n_out_group, out_dtype=jnp.float16)
+    low = dense.dense_matmul(o, attn.output_a.get_value(), layer, groups=c.n_out_group, out_dtype=jnp.bfloat16)
     return dense.dense_matmul(low, attn.output_b.get_value(), layer), cache
 
 
 def _extend(
     attn: Attention, y: jax.Array, cache: KVCache, at: LayerIndex, layer: jax.Array, span: Span
 ) -> tuple[jax.Array, list[jax.Array], KVCache]:
-    """Project a layer's input y [M, D] and extend the cache by it: the low-rank query [M, Q] f16, and the projections of `inputs`."""
+    """Project a layer's input y [M, D] and extend the cache by it: the low-rank query [M, Q] bf16, and the projections of `inputs`."""
     inputs = attn.inputs.get_value()
     products = [dense.dense_matmul(y, group, layer) for group in inputs.groups]
     proj = products[0] if len(products) == 1 else jnp.concatenate(products, axis=1)
@@ -168,5 +168,5 @@ def _experts(moe: MoE, y: jax.Array, token: jax.Array, live: jax.Array, layer: j
     weights = [w.get_value() for w in (moe.gate_exps, moe.up_exps, moe.down_exps)]
     routed = experts.apply_experts(y, weight, pairs, weights, layer, moe.clamp)
     gate_up = moe.gate_up_shexp.get_value().groups
-    hidden = dense.dense_matmul(y, gate_up[0], layer, swiglu_clamp=moe.clamp_shared, out_dtype=jnp.float16)
+    hidden = dense.dense_matmul(y, gate_up[0], layer, swiglu_clamp=moe.clamp_shared, out_dtype=jnp.bfloat16)
     return routed, dense.dense_matmul(hidden, moe.down_shexp.get_value(), layer)[:, None]

@@ -89,7 +89,7 @@ attend = jax.jit(partial(kernel.attend, n_head=N, ratio=4, omega=OMEGA, eps=TINY
 def test_it_is_the_plain_attention(format: str, compressed: bool, pick: int) -> None:
     arguments = case([0, 62, 300, 3, 97], format, compressed=compressed, pick=pick)
     got = attend(*arguments, tiles=SMALL)
-    assert got.dtype == jnp.float16
+    assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), plain(*arguments, ratio=4), atol=TOLERANCE[format])
 
 

@@ -127,7 +127,7 @@ def attend(
         ratio: tokens a compressed row. omega: [R/2] f32 from `rope.frequencies`. eps: of the norm.
 
     Returns:
-        [M, N*K] f16, rotated back.
+        [M, N*K] bf16, rotated back.
     """
     m, k = q.shape[0], q.shape[1] // n_head
     window = RowLayout.of(raw)
@@ -149,7 +149,7 @@ def attend(
     sum_heads = min(plan.tiles.sum_heads, n_head)
     operands = [value, base, total, sinks, layer.reshape(1), jnp.asarray(angles), slot, position, *picked[1:]]
     grid = (pl.cdiv(k, CHANNELS), n_head // sum_heads, m)
-    whole = jax.ShapeDtypeStruct((m, n_head, k), jnp.float16)
+    whole = jax.ShapeDtypeStruct((m, n_head, k), jnp.bfloat16)
     return launch(partial(_sum, plan=plan, heads=sum_heads), grid, whole, operands, name="attend_sum", warps=1).reshape(m, n_head * k)
 
 
@@ -272,4 +272,4 @@ def _sum(*refs: Any, plan: _Plan, heads: int) -> None:
         partner += weight[:, None] * plt.load(value_ref.at[row, s, *tile(head, channel ^ 1)], mask=mask, other=0.0)
     theta = position.astype(jnp.float32) * plt.load(angle_ref.at[channel], mask=inside, other=0.0)
     result = _turn(value, partner, channel, -theta) / total[:, None]
-    plt.store(out_ref.at[row, *tile(head, channel)], result.astype(jnp.float16), mask=inside[None, :] & jnp.full((heads, CHANNELS), True))
+    plt.store(out_ref.at[row, *tile(head, channel)], result.astype(jnp.bfloat16), mask=inside[None, :] & jnp.full((heads, CHANNELS), True))

@@ -62,7 +62,7 @@ def extend(
         omega: f32 [32] from `rope.frequencies`.
 
     Returns:
-        The normalised query f16 [M, Q], the raw rows, and each pool's window and rows.
+        The normalised query bf16 [M, Q], the raw rows, and each pool's window and rows.
     """
     m, q = proj.shape[0], q_norm.shape[1]
     angle = jnp.asarray(np.repeat(omega, 2))
@@ -78,7 +78,7 @@ def extend(
         raw=(raw.format, raw.n_row),
         pools=tuple(pool.statics for pool in pools),
     )
-    out = [jax.ShapeDtypeStruct((m, q), jnp.float16), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in state)]
+    out = [jax.ShapeDtypeStruct((m, q), jnp.bfloat16), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in state)]
     aliases = {len(operands) + i: 1 + i for i in range(len(state))}
     lora, *state = launch(kernel, (2 + len(pools), m), out, [*operands, *state], name="extend", aliases=aliases)
     new_raw = _with_parts(raw, state[: len(states[0])])
@@ -112,7 +112,7 @@ def _kernel(
     @pl.when(role == 0)
     def _() -> None:
         x = proj_ref[m, pl.ds(0, n_q)]
-        lora_ref[m, :] = (x * _root(jnp.sum(x * x) / n_q + eps) * q_norm_ref[layer, :]).astype(jnp.float16)
+        lora_ref[m, :] = (x * _root(jnp.sum(x * x) / n_q + eps) * q_norm_ref[layer, :]).astype(jnp.bfloat16)
 
     @pl.when((role == 1) & (slot < n_slot))
     def _() -> None:

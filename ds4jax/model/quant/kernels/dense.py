@@ -50,8 +50,8 @@ def dense_matmul(
         rows, warps = max(1, min(TILE // k, 16)), 4 if k <= TILE else 8
         rows = _divisor(rows, n // groups, n_out)
         return launch(partial(_few, rows=rows, **statics), (n_out // rows,), out, [layer, x, *fields], name="dense", warps=warps)
-    # What enters a matrix here is normalised or clamped: float16 holds it, with three more bits than bfloat16.
-    x = x.astype(jnp.float16 if w.kind in ("Q8_0", "F16") else jnp.bfloat16)
+    # float16 holds what meets float16 weights (it is normalised) with three more bits. Q8_0 is expanded to bfloat16: measured faster.
+    x = x.astype(jnp.float16 if w.kind == "F16" else jnp.bfloat16)
     padded = max(16, 1 << (m - 1).bit_length())
     rows = _divisor(min(max(n_out // PROGRAMS, 16), 64), n // groups, n_out)
     depth, stages = (min(256, k), 3) if rows < 64 else (128, 4)
@@ -117,8 +117,8 @@ def _many(
         w = fields[0][layer, pl.ds(first, rows), pl.ds(at, depth)]
         if kind != "Q8_0":
             return w.astype(x_ref.dtype)
-        d = fields[1][layer, pl.ds(first, rows), pl.ds(at // GROUP, depth // GROUP)]
-        return (w.astype(jnp.float16).reshape(rows, depth // GROUP, GROUP) * d[:, :, None]).reshape(rows, depth)
+        d = fields[1][layer, pl.ds(first, rows), pl.ds(at // GROUP, depth // GROUP)].astype(jnp.bfloat16)
+        return (w.astype(jnp.bfloat16).reshape(rows, depth // GROUP, GROUP) * d[:, :, None]).reshape(rows, depth)
 
     def step(i: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = i * depth
