@@ -1,6 +1,8 @@
 """Tokens and messages: everything between an API's JSON and token ids. No arrays."""
 
-from ds4jax.text.chat import Message, PromptStyle, Segment, Special, Text, ToolCall, opens_reasoning, render, stop_ids, to_ids, to_text
+from ds4jax.text.chat import Message, PromptStyle, opens_reasoning, render, stop_ids
+from ds4jax.text.dsml import Tool, ToolCall
+from ds4jax.text.segments import Segment, Special, Text, to_ids, to_text
 from ds4jax.text.stream import Delta, TextStream
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -13,6 +15,7 @@ __all__ = [
     "Text",
     "TextStream",
     "Tokenizer",
+    "Tool",
     "ToolCall",
     "opens_reasoning",
     "render",

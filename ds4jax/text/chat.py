@@ -1,34 +1,25 @@
-"""Messages to a prompt.
-
-A prompt is a list of segments, so that special tokens come from the renderer alone: whatever a message says, its text is
-encoded as plain text.
-"""
+"""Messages to a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, get_args
 
-from ds4jax.errors import ConfigError, RequestError, TokenizerError
+from ds4jax.errors import ConfigError, RequestError
+from ds4jax.text.dsml import Tool, ToolCall, call_block, replayed_block, tool_prompt, tool_result
+from ds4jax.text.segments import Segment, Special, Text, join_texts
 from ds4jax.text.special import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
 from ds4jax.text.tokenizer import Tokenizer
+
+__all__ = ["Message", "PromptStyle", "ToolCall", "opens_reasoning", "render", "stop_ids"]
 
 PromptStyle = Literal["deepseek", "ds4"]
 
 SYSTEM_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function")
 ROLES = (*SYSTEM_ROLES, "user", "assistant", *TOOL_ROLES)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call an assistant made; arguments is the JSON text of an object."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,55 +36,57 @@ class Message:
     tool_call_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Plain text; special literals in it stay text."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Special:
-    """One special token, by its literal."""
-
-    literal: str
-
-
-Segment = Text | Special
-
-
-def render(messages: Sequence[Message], *, thinking: bool, style: PromptStyle = "deepseek") -> list[Segment]:
+def render(
+    messages: Sequence[Message],
+    *,
+    thinking: bool,
+    style: PromptStyle = "deepseek",
+    tools: Sequence[Tool] = (),
+    recall: Callable[[Sequence[ToolCall]], str | None] = lambda calls: None,
+) -> list[Segment]:
     """Render a conversation up to the point where the model answers.
 
-    All system and developer messages come first, joined by blank lines, wherever they stood. In style "deepseek" user turns
-    that follow one another become one turn, joined by a blank line; in style "ds4" each opens its own `<｜User｜>`.
-    Only what the assistant thought since the last user turn is kept: older reasoning costs context and was not there in training.
+    All system and developer messages come first, joined by blank lines, wherever they stood, and the tools with them: after them in
+    style "deepseek", before them in style "ds4". In style "deepseek" what users and tools say in a row becomes one turn, joined by
+    blank lines, with results in the order of their calls; in style "ds4" each user message opens its own `<｜User｜>`, and so does
+    each run of results.
 
-    A conversation that ends with a user turn gets `<｜Assistant｜>` and `<think>` or `</think>`. One that ends with an assistant
-    turn gets nothing more: that turn is finished (as in ds4), so it is not a way to prefill an answer.
+    What the assistant thought before the last user turn is dropped, as it was in training, unless the conversation has to do with
+    tools: then thoughts lead from one call to the next, and all are kept.
+
+    A conversation that ends with a turn of the user or a tool gets `<｜Assistant｜>` and `<think>` or `</think>`. One that ends with an
+    assistant turn gets nothing more: that turn is finished (as in ds4), so it is not a way to prefill an answer.
+
+    Args:
+        tools: what the model may call; with none, it is told nothing about calls.
+        recall: gives the very text in which the model made some calls, or None, which has it written anew.
 
     Raises RequestError naming the message at fault.
     """
     if style not in get_args(PromptStyle):
         raise ConfigError(f"prompt style: got {style!r}, expected one of {get_args(PromptStyle)}")
     _check(messages)
-    last_user = max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
-    segments: list[Segment] = [Special(BOS), Text(_system_region(messages))]
-    user_is_waiting = False
-    for i, message in enumerate(messages):
-        if message.role == "user":
-            merge = user_is_waiting and style == "deepseek"
-            segments += [Text("\n\n") if merge else Special(USER), Text(message.content)]
-            user_is_waiting = True
-        elif message.role == "assistant":
-            # Without a user turn to answer there is no marker: the text continues what stands before.
+    turns = [message for message in messages if message.role not in SYSTEM_ROLES]
+    if style == "deepseek":
+        turns = _in_order_of_calls(turns)
+    last_user = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    keeps_all = bool(tools) or any(turn.tool_calls or turn.role in TOOL_ROLES for turn in turns)
+    segments: list[Segment] = [Special(BOS), *_system_region(messages, tools, style)]
+    before: Message | None = None
+    for i, turn in enumerate(turns):
+        user_is_waiting = before is not None and before.role != "assistant"
+        if turn.role == "assistant":
+            # Without a turn to answer there is no marker: the text continues what stands before.
             if user_is_waiting:
-                segments += [Special(ASSISTANT), *_reasoning(message, keep=thinking and i > last_user)]
-            segments += [Text(message.content), Special(EOS)]
-            user_is_waiting = False
-    if user_is_waiting:
+                segments += [Special(ASSISTANT), *_reasoning(turn, keep=thinking and (keeps_all or i > last_user))]
+            segments += [Text(turn.content), *_calls(turn, recall), Special(EOS)]
+        else:
+            segments += _opening(turn, before if user_is_waiting else None, style)
+            segments.append(Text(turn.content) if turn.role == "user" else tool_result(turn.content))
+        before = turn
+    if before is not None and before.role != "assistant":
         segments += [Special(ASSISTANT), Special(THINK if thinking else END_THINK)]
-    return _join_texts(segments)
+    return join_texts(segments)
 
 
 def opens_reasoning(segments: Sequence[Segment]) -> bool:
@@ -107,41 +100,47 @@ def stop_ids(tokenizer: Tokenizer, *, thinking: bool) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
-def to_ids(segments: Iterable[Segment], tokenizer: Tokenizer) -> list[int]:
-    """Encode a prompt. Raises TokenizerError if the vocabulary lacks a special token, RequestError for a lone surrogate.
-
-    Special tokens part the text into spans that are encoded one by one, so a longer conversation starts with the very ids of
-    the shorter one, and the cache of a slot can be used again.
-    """
-    ids: list[int] = []
-    for segment in _join_texts(segments):
-        if isinstance(segment, Text):
-            ids += tokenizer.encode(segment.text)
-            continue
-        token_id = tokenizer.id_of(segment.literal)
-        if token_id is None:
-            raise TokenizerError(f"the vocabulary has no special token {segment.literal}; is this a DeepSeek V4 file?")
-        ids.append(token_id)
-    return ids
-
-
-def to_text(segments: Iterable[Segment]) -> str:
-    """Show a prompt to people. Encoding this text again would honour literals in messages: use `to_ids`."""
-    return "".join(s.text if isinstance(s, Text) else s.literal for s in segments)
-
-
 def _check(messages: Sequence[Message]) -> None:
     if not messages:
         raise RequestError("messages: the list is empty; send at least one message", "messages")
     for i, message in enumerate(messages):
         if message.role not in ROLES:
             raise RequestError(f"messages[{i}].role: got {message.role!r}, expected one of {', '.join(ROLES)}", f"messages[{i}].role")
-        if message.role in TOOL_ROLES or message.tool_calls or message.tool_call_id is not None:
-            raise RequestError(f"messages[{i}]: tools are not supported yet; leave out tool calls and their results", f"messages[{i}]")
+        if message.tool_calls and message.role != "assistant":
+            place = f"messages[{i}].tool_calls"
+            raise RequestError(f"{place}: only an assistant calls tools, and this is a message of role {message.role!r}", place)
 
 
-def _system_region(messages: Sequence[Message]) -> str:
-    return "\n\n".join(m.content for m in messages if m.role in SYSTEM_ROLES and m.content)
+def _system_region(messages: Sequence[Message], tools: Sequence[Tool], style: PromptStyle) -> list[Segment]:
+    text = "\n\n".join(m.content for m in messages if m.role in SYSTEM_ROLES and m.content)
+    if not tools:
+        return [Text(text)]
+    between = [Text("\n\n")] if text else []
+    about = tool_prompt(tools)
+    return [Text(text), *between, *about] if style == "deepseek" else [*about, *between, Text(text)]
+
+
+def _in_order_of_calls(turns: Sequence[Message]) -> list[Message]:
+    """Sort results that stand in a row as the assistant made the calls; tools finish in any order, which means nothing."""
+    ordered: list[Message] = []
+    place: dict[str | None, int] = {}
+    for _, run in groupby(turns, lambda turn: turn.role in TOOL_ROLES):
+        in_a_row = list(run)
+        if in_a_row[0].role in TOOL_ROLES:
+            in_a_row.sort(key=lambda turn: place.get(turn.tool_call_id, len(place)))
+        ordered += in_a_row
+        if ordered[-1].role == "assistant":
+            place = {call.id: i for i, call in enumerate(ordered[-1].tool_calls)}
+    return ordered
+
+
+def _opening(turn: Message, before: Message | None, style: PromptStyle) -> list[Segment]:
+    """What parts a turn of the user or a tool from the one before it that waits for an answer too."""
+    if before is None:
+        return [Special(USER)]
+    if style == "deepseek":
+        return [Text("\n\n")]
+    return [] if turn.role in TOOL_ROLES and before.role in TOOL_ROLES else [Special(USER)]
 
 
 def _reasoning(message: Message, *, keep: bool) -> list[Segment]:
@@ -149,12 +148,8 @@ def _reasoning(message: Message, *, keep: bool) -> list[Segment]:
     return [Special(THINK), Text(message.reasoning or ""), Special(END_THINK)] if keep else [Special(END_THINK)]
 
 
-def _join_texts(segments: Iterable[Segment]) -> list[Segment]:
-    """Join neighbouring texts, since a merge may cross their border, and drop empty ones."""
-    joined: list[Segment] = []
-    for is_text, run in groupby(segments, lambda s: isinstance(s, Text)):
-        if not is_text:
-            joined += run
-        elif text := to_text(run):
-            joined.append(Text(text))
-    return joined
+def _calls(message: Message, recall: Callable[[Sequence[ToolCall]], str | None]) -> list[Segment]:
+    if not message.tool_calls:
+        return []
+    text = recall(message.tool_calls)
+    return call_block(message.tool_calls) if text is None else replayed_block(text)

@@ -3,9 +3,11 @@
 Each stage holds back only what the next piece could still change, and gives in the end the same text however the bytes
 were cut into pieces. The order of the stages decides what they see:
 
-    bytes -> Utf8Decoder -> StopStrings -> ReasoningSplitter -> deltas
+    bytes -> Utf8Decoder -> StopStrings -> DsmlParser (where tools are at hand) -> calls
+                                                      `-> ReasoningSplitter -> deltas
 
-Stop strings therefore match the whole raw generation, reasoning and tags included, and a match is never sent.
+Stop strings therefore match the whole raw generation, reasoning and tags included, and a match is never sent. A block of calls
+inside the reasoning ends it, since a call is never a mere thought.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ds4jax.text.dsml import ArgumentsDelta, CallEvent, DsmlParser, ParserEvent, Rejected
 from ds4jax.text.special import END_THINK, THINK
 
 Kind = Literal["reasoning", "content"]
@@ -126,19 +129,29 @@ class ReasoningSplitter:
         held, self._held = self._held, ""
         return _pieces(("reasoning", held))
 
+    def end_reasoning(self) -> list[tuple[Kind, str]]:
+        """Take what follows for content, `</think>` or not."""
+        self.in_reasoning = False
+        return self.flush()
+
 
 class TextStream:
-    """Turn the bytes of generated tokens into deltas.
+    """Turn the bytes of generated tokens into deltas, and into calls of tools.
 
     Args:
         thinking: whether the prompt has opened `<think>`.
         stops: stop strings.
+        tools: reads the calls of a reply that may have some; without it, calls are text.
     """
 
-    def __init__(self, *, thinking: bool, stops: Sequence[str] = ()) -> None:
+    def __init__(self, *, thinking: bool, stops: Sequence[str] = (), tools: DsmlParser | None = None) -> None:
         self._decoder = Utf8Decoder()
         self._stops = StopStrings(stops)
+        self._tools = tools
         self._splitter = ReasoningSplitter(thinking)
+        self._calls: list[CallEvent] = []
+        self.rejected: str | None = None
+        """Why what looked like calls, outside the reasoning, was none."""
 
     @property
     def stop_hit(self) -> str | None:
@@ -146,29 +159,71 @@ class TextStream:
         return self._stops.hit
 
     @property
+    def calls_ended(self) -> bool:
+        """Whether a block of calls has ended the text, well or with an error. The caller then ends the request as for a stop string."""
+        return self._tools is not None and self._tools.has_ended
+
+    @property
     def in_reasoning(self) -> bool:
         """Whether the next token still belongs to the reasoning."""
         return self._splitter.in_reasoning
 
     def feed(self, token: bytes) -> list[Delta]:
-        """Take the bytes of one token or of several; return what can be sent: at most one delta of a kind, none empty."""
+        """Take the bytes of one token or of several; return what can be sent: at most one delta of a kind, none empty.
+
+        Calls are had from `take_calls`.
+        """
         if self.stop_hit is not None:
             return []
         safe, hit = self._stops.feed(self._decoder.feed(token))
+        pieces = self._read(safe)
         # After a stop string nothing can follow, so half a tag before it is text.
-        return self._split(safe, last=hit is not None)
+        return _join_kinds(pieces if hit is None else pieces + self._end(whole=False))
 
-    def finish(self) -> list[Delta]:
-        """End the generation and return what was held back. Look at `stop_hit` once more: a match may have waited for this."""
+    def finish(self, *, whole: bool = True) -> list[Delta]:
+        """End the generation and return what was held back. Look at `stop_hit` once more: a match may have waited for this.
+
+        whole: the model itself ended its reply, and so means a call whose end tags it left out; half a call of a cut reply is none.
+        """
         if self.stop_hit is not None:
             return []
         safe, _ = self._stops.feed(self._decoder.flush())
         rest, _ = self._stops.flush()
-        return self._split(safe + rest, last=True)
+        return _join_kinds(self._read(safe + rest) + self._end(whole=whole and self.stop_hit is None))
 
-    def _split(self, text: str, *, last: bool) -> list[Delta]:
-        pieces = self._splitter.feed(text)
-        return _join_kinds(pieces + self._splitter.flush() if last else pieces)
+    def take_calls(self) -> list[CallEvent]:
+        """Return what has happened to calls since the last time, neighbouring pieces of one call's arguments joined.
+
+        All deltas come before the first call: a reply ends with its calls.
+        """
+        calls, self._calls = self._calls, []
+        return calls
+
+    def _read(self, text: str) -> list[tuple[Kind, str]]:
+        return self._take([text] if self._tools is None else self._tools.feed(text))
+
+    def _end(self, *, whole: bool) -> list[tuple[Kind, str]]:
+        pieces = [] if self._tools is None else self._take(self._tools.finish(whole=whole))
+        return pieces + self._splitter.flush()
+
+    def _take(self, events: Iterable[ParserEvent]) -> list[tuple[Kind, str]]:
+        pieces: list[tuple[Kind, str]] = []
+        for event in events:
+            if isinstance(event, str):
+                pieces += self._splitter.feed(event)
+            elif not isinstance(event, Rejected):
+                pieces += self._splitter.end_reasoning()
+                self._add_call(event)
+            elif not self.in_reasoning:
+                self.rejected = event.reason
+        return pieces
+
+    def _add_call(self, event: CallEvent) -> None:
+        last = self._calls[-1] if self._calls else None
+        if isinstance(event, ArgumentsDelta) and isinstance(last, ArgumentsDelta) and event.index == last.index:
+            self._calls[-1] = ArgumentsDelta(event.index, last.text + event.text)
+        else:
+            self._calls.append(event)
 
 
 def _pieces(*pieces: tuple[Kind, str]) -> list[tuple[Kind, str]]:

@@ -114,8 +114,7 @@ def test_finished_turn_is_what_the_model_wrote(tiny: Tokenizer, reasoning: str, 
     [
         ([], "messages", "at least one message"),
         ([user("a"), Message("robot", "b")], "messages[1].role", "got 'robot', expected one of system"),
-        ([user("a"), Message("tool", "b", tool_call_id="c1")], "messages[1]", "tools are not supported yet"),
-        ([Message("assistant", "", tool_calls=(ToolCall("c1", "f", "{}"),))], "messages[0]", "tools are not supported yet"),
+        ([Message("user", "", tool_calls=(ToolCall("c1", "f", "{}"),))], "messages[0].tool_calls", "only an assistant calls tools"),
     ],
 )
 def test_refused_conversations(messages: list[Message], param: str, message: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds4jax.errors import ContextLengthError, RequestError
-from ds4jax.text import chat
+from ds4jax.text.segments import Segment, Text, to_ids
 from ds4jax.text.tokenizer import Tokenizer
 
 
-def encode_chat(segments: Sequence[chat.Segment], tokenizer: Tokenizer, n_ctx: int, param: str) -> tuple[int, ...]:
+def encode_chat(segments: Sequence[Segment], tokenizer: Tokenizer, n_ctx: int, param: str) -> tuple[int, ...]:
     """Encode a rendered conversation. Raises ContextLengthError naming `param` if its text is too long to fit for certain."""
-    _check_length(sum(len(segment.text) for segment in segments if isinstance(segment, chat.Text)), tokenizer, n_ctx, param)
-    return tuple(chat.to_ids(segments, tokenizer))
+    _check_length(sum(len(segment.text) for segment in segments if isinstance(segment, Text)), tokenizer, n_ctx, param)
+    return tuple(to_ids(segments, tokenizer))
 
 
 def encode_text(text: str, tokenizer: Tokenizer, n_ctx: int, param: str) -> tuple[int, ...]:
