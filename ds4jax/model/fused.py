@@ -48,6 +48,12 @@ def fits(config: ModelConfig, kinds: Mapping[str, str]) -> bool:
     return all(taken(name, kind) for name, kind in kinds.items() if name != "token_embd.weight" and kind != "I32")
 
 
+def takes(cache: KVCache, config: ModelConfig, n_row: int) -> bool:
+    """Whether the kernels take a step of so many rows on this cache: there are sizes of arrays that they cannot address."""
+    attended = all(attend.fits(cache.raw, comp, config.n_head) for comp in (cache.comp4, cache.comp128))
+    return n_row <= MOST_ROWS and attended and (cache.index.n_row <= config.index_top_k or index.fits(cache.index))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Streams:

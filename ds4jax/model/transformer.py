@@ -113,7 +113,7 @@ class Transformer(nnx.Module):
         flat = token.reshape(-1)
         x = embed(flat, self.token_embd.get_value())  # [M, D]
         x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.n_hc, x.shape[1]))
-        if self.kernels and token.shape[1] == 1 and len(flat) <= fused.MOST_ROWS:
+        if self.kernels and token.shape[1] == 1 and fused.takes(cache, self.config, len(flat)):
             streams = fused.Streams.begin(x, self.config.n_expert_used)
             for stack in self.stacks:
                 streams, cache = fused.run_stack(stack, streams, flat, cache, span)
