@@ -13,7 +13,7 @@ from ds4jax.text.segments import Segment, Special, Text, join_texts
 from ds4jax.text.special import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
 from ds4jax.text.tokenizer import Tokenizer
 
-__all__ = ["Message", "PromptStyle", "ToolCall", "opens_reasoning", "render", "stop_ids"]
+__all__ = ["Message", "PromptStyle", "ToolCall", "complaint", "opens_reasoning", "render", "stop_ids"]
 
 PromptStyle = Literal["deepseek", "ds4"]
 
@@ -87,6 +87,12 @@ def render(
     if before is not None and before.role != "assistant":
         segments += [Special(ASSISTANT), Special(THINK if thinking else END_THINK)]
     return join_texts(segments)
+
+
+def complaint(reason: str, *, thinking: bool) -> list[Segment]:
+    """End the turn that the model has just written, tell it why its call could not be read, and let it answer again."""
+    text = f"No tool was run: the call could not be read ({reason}). Write it again, in the form that the section Tools prescribes."
+    return [Special(EOS), Special(USER), tool_result(text), Special(ASSISTANT), Special(THINK if thinking else END_THINK)]
 
 
 def opens_reasoning(segments: Sequence[Segment]) -> bool:

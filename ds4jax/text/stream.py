@@ -142,9 +142,10 @@ class TextStream:
         thinking: whether the prompt has opened `<think>`.
         stops: stop strings.
         tools: reads the calls of a reply that may have some; without it, calls are text.
+        opening: with which the prompt has begun the calls; no stop string matches in it.
     """
 
-    def __init__(self, *, thinking: bool, stops: Sequence[str] = (), tools: DsmlParser | None = None) -> None:
+    def __init__(self, *, thinking: bool, stops: Sequence[str] = (), tools: DsmlParser | None = None, opening: str = "") -> None:
         self._decoder = Utf8Decoder()
         self._stops = StopStrings(stops)
         self._tools = tools
@@ -152,6 +153,7 @@ class TextStream:
         self._calls: list[CallEvent] = []
         self.rejected: str | None = None
         """Why what looked like calls, outside the reasoning, was none."""
+        self._read(opening)
 
     @property
     def stop_hit(self) -> str | None:

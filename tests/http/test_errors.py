@@ -12,6 +12,7 @@ from ds4jax.text.tokenizer import Tokenizer
 from tests.http.conftest import MakeApp, MakeEngine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+F = {"function": {"name": "f"}}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -61,8 +62,9 @@ async def test_broken_json_names_the_place(make_app: MakeApp, data: bytes, says:
         (CHAT, {"messages": [{"role": 3}]}, "messages[0].role"),
         (CHAT, {"messages": [{"content": 3}]}, "messages[0].content"),
         (CHAT, {"messages": [{"content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        (CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls"),
-        (CHAT, {"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1]"),
+        (CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0].function.name"),
+        (CHAT, {"messages": [*HELLO, {"tool_calls": [{"function": {"name": "f"}}]}]}, "messages[1].tool_calls"),
+        (CHAT, {"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f"}}]}, "messages[1].function_call"),
         (CHAT, {"temperature": -1}, "temperature"),
         (CHAT, {"temperature": "hot"}, "temperature"),
         (CHAT, {"temperature": 10**400}, "temperature"),
@@ -84,8 +86,16 @@ async def test_broken_json_names_the_place(make_app: MakeApp, data: bytes, says:
         (CHAT, {"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking"),
         (CHAT, {"n": 2}, "n"),
         (CHAT, {"logprobs": True}, "logprobs"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"tools": {}}, "tools"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (CHAT, {"tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": "maybe"}, "tool_choice"),
+        (CHAT, {"tool_choice": {"type": "function"}}, "tool_choice"),
+        (CHAT, {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        (CHAT, {"functions": [F]}, "functions"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
         (CHAT, {"presence_penalty": 0.5}, "presence_penalty"),

@@ -8,7 +8,8 @@ from typing import Any
 from ds4jax.errors import ContextLengthError
 from ds4jax.serving.http import sse
 from ds4jax.serving.http.call import GenerationFailedError
-from ds4jax.serving.http.generation import Ending, Generation, Piece
+from ds4jax.serving.http.choice import Ending
+from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.problems import Problem
 from ds4jax.serving.http.reply_events import ReplyEvent
 from ds4jax.text.stream import Delta

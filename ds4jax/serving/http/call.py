@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ds4jax.errors import Ds4jaxError, RequestError
 from ds4jax.serving.engine.api import GenerateRequest
+from ds4jax.serving.http.tool_use import ToolUse
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Call:
     """A checked API call.
 
     id: as the client sees it; model: as the client named it; requests: one for each choice of the reply;
-    opens_reasoning: the prompt ends inside `<think>`; stop_strings: found above the engine, in the text.
+    opens_reasoning: the prompt ends inside `<think>`; stop_strings: found above the engine, in the text; tool_use: None if the reply may
+    call no tools; retries_calls: whoever words the reply can start anew once, if the model wrote a call that cannot be read.
     """
 
     endpoint: str
@@ -26,6 +28,8 @@ class Call:
     stop_strings: Sequence[str] = field(default_factory=tuple)
     stream: bool = False
     include_usage: bool = False
+    tool_use: ToolUse | None = None
+    retries_calls: bool = False
 
 
 class ModelNotFoundError(RequestError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -13,7 +13,9 @@ from ds4jax.serving.engine.api import GenerateRequest
 from ds4jax.serving.http import thinking
 from ds4jax.serving.http.params import CommonBody, Number, completion_limit
 from ds4jax.serving.http.prompts import encode_chat
+from ds4jax.serving.http.tool_use import ToolUse
 from ds4jax.text import chat
+from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.tokenizer import Tokenizer
 
 
@@ -28,11 +30,12 @@ class ConversationBody(CommonBody, kw_only=True):
 
 @dataclass(frozen=True)
 class Served:
-    """What a reader of bodies has to know of the server."""
+    """What a reader of bodies has to know of the server. memory: what the model wrote when it called tools."""
 
     tokenizer: Tokenizer
     n_ctx: int
     config: ServerConfig
+    memory: ReplayMemory = field(default_factory=ReplayMemory)
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,21 @@ class Prompt:
     opens_reasoning: bool
 
 
-def render(messages: Sequence[chat.Message], served: Served, *, thinks: bool, param: str) -> Prompt:
-    """Render and encode a conversation. Raises RequestError, or ContextLengthError naming `param`."""
-    segments = chat.render(messages, thinking=thinks, style=cast(chat.PromptStyle, served.config.prompt_style))
+def render(messages: Sequence[chat.Message], served: Served, *, thinks: bool, param: str, tool_use: ToolUse | None = None) -> Prompt:
+    """Render and encode a conversation. Raises RequestError, or ContextLengthError naming `param`.
+
+    A reply that has to begin with a call does not think before it: its prompt ends with the beginning of the call.
+    """
+    thinks = thinks and not (tool_use and tool_use.is_forced)
+    segments = chat.render(
+        messages,
+        thinking=thinks,
+        style=cast(chat.PromptStyle, served.config.prompt_style),
+        tools=tool_use.tools if tool_use else (),
+        recall=served.memory.recall,
+    )
+    if tool_use:
+        segments += tool_use.opening
     return Prompt(encode_chat(segments, served.tokenizer, served.n_ctx, param), thinks, chat.opens_reasoning(segments))
 
 

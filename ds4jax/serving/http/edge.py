@@ -16,9 +16,11 @@ from ds4jax.errors import EngineStoppedError
 from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http import thinking
 from ds4jax.serving.http.call import Call, ModelNotFoundError
+from ds4jax.serving.http.choice import SHUTTING_DOWN
 from ds4jax.serving.http.conversation import Served
-from ds4jax.serving.http.generation import SHUTTING_DOWN, Generation
+from ds4jax.serving.http.generation import Generation
 from ds4jax.serving.metrics import Metrics
+from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ class Edge:
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.metrics = Metrics(engine)
+        self.memory = ReplayMemory(config.tool_memory_max_ids)
         self.created = int(time.time())
         self._open: set[Generation] = set()
         self._closing = False
@@ -39,7 +42,7 @@ class Edge:
     @property
     def served(self) -> Served:
         """What a reader of bodies has to know."""
-        return Served(self.tokenizer, self.engine.n_ctx, self.config)
+        return Served(self.tokenizer, self.engine.n_ctx, self.config, self.memory)
 
     @property
     def served_models(self) -> tuple[str, ...]:
@@ -58,7 +61,7 @@ class Edge:
             raise asyncio.CancelledError
         if (refusal := self.refusal) is not None:
             raise EngineStoppedError(refusal)
-        generation = Generation(call, self.engine, self.tokenizer, self.metrics)
+        generation = Generation(call, self.engine, self.tokenizer, self.metrics, self.memory)
         self._open.add(generation)
         client.adopt(generation)
         return generation

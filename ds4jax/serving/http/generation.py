@@ -4,93 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
-from ds4jax.errors import EngineStoppedError
-from ds4jax.serving.engine.api import EngineClient, Event, Finish, FinishReason, Prefilled, Started, Token
+from ds4jax.errors import Ds4jaxError, EngineStoppedError
+from ds4jax.serving.engine.api import EngineClient, Event, Started, Token
 from ds4jax.serving.http.call import Call
+from ds4jax.serving.http.choice import SHUTTING_DOWN, Choice, Ending
 from ds4jax.serving.http.service import EventStream
 from ds4jax.serving.metrics import Metrics
-from ds4jax.text.stream import Delta, TextStream
+from ds4jax.text.dsml import CallEvent, ReplayMemory
+from ds4jax.text.stream import Delta
 from ds4jax.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ds4jax.http")
 
-SHUTTING_DOWN = "the server is shutting down; send the request again later"
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a choice ended. stop_string: the one that was hit, if any; error: what to tell the client, where reason is "error"."""
-
-    reason: Literal["stop", "length", "error"]
-    stop_string: str | None = None
-    error: str | None = None
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one engine event adds to one choice of the reply."""
+    """What one engine event adds to one choice of the reply: text, then calls, then its ending.
+
+    restarts: the choice begins anew, and all that was said of it is void; only calls with `retries_calls` have such pieces.
+    """
 
     index: int
     deltas: list[Delta]
     ending: Ending | None = None
-
-
-class Choice:
-    """One choice of a reply: counts, and the text stream that its tokens feed."""
-
-    def __init__(self, tokenizer: Tokenizer, n_prompt: int, text: TextStream) -> None:
-        self._tokenizer, self._text = tokenizer, text
-        self.n_prompt, self.n_cached, self.n_generated, self.n_reasoning = n_prompt, 0, 0, 0
-        self.ending: Ending | None = None
-
-    def take(self, event: Event) -> list[Delta]:
-        """Account for an event; sets `ending` when it is the last that matters."""
-        match event:
-            case Started():
-                self.n_cached = event.n_cached
-            case Prefilled():
-                pass
-            case Token():
-                self.n_generated += 1
-                self.n_reasoning += self._text.in_reasoning
-                deltas = self._text.feed(self._tokenizer.token_bytes(event.token))
-                if self._text.stop_hit is not None:
-                    self.ending = Ending("stop", stop_string=self._text.stop_hit)
-                return deltas
-            case Finish():
-                deltas = self._text.finish()
-                self.ending = self._ending_of(event)
-                return deltas
-        return []
-
-    def fail(self, error: str) -> None:
-        """End the choice with an error that came from outside the engine's events."""
-        self.ending = Ending("error", error=error)
-
-    def _ending_of(self, finish: Finish) -> Ending:
-        if finish.reason is FinishReason.ERROR:
-            return Ending("error", error=finish.error or "generation failed")
-        if finish.reason is FinishReason.CANCELLED:  # nobody but a closing server cancels what is still being read
-            return Ending("error", error=finish.error or SHUTTING_DOWN)
-        if self._text.stop_hit is not None:  # a match that had waited for the end
-            return Ending("stop", stop_string=self._text.stop_hit)
-        return Ending("stop" if finish.reason is FinishReason.STOP else "length")
+    calls: list[CallEvent] = field(default_factory=list)
+    restarts: bool = False
 
 
 class Generation:
     """One API call at work. Whoever makes one sees to it that `close` is called, whatever happens to the client."""
 
-    def __init__(self, call: Call, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(self, call: Call, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics, memory: ReplayMemory) -> None:
         """Submit the call on the running loop. Raises what EngineClient.submit raises."""
         self.call = call
-        self.choices = [
-            Choice(tokenizer, len(request.prompt), TextStream(thinking=call.opens_reasoning, stops=call.stop_strings))
-            for request in call.requests
-        ]
-        self._metrics = metrics
+        self.choices = [Choice(tokenizer, call, request) for request in call.requests]
+        self._n_ctx, self._metrics, self._memory = engine.n_ctx, metrics, memory
         self._loop = asyncio.get_running_loop()
         self._t_submit = self._loop.time()
         self._t_started: float | None = None
@@ -111,8 +61,8 @@ class Generation:
     async def pieces(self, until: float) -> list[Piece]:
         """Wait for news, at most until the loop's clock shows `until` (seconds).
 
-        A stop string ends its choice here and cancels the rest in the engine. If the engine dies, every open choice ends
-        with an error.
+        A stop string ends its choice here and cancels the rest in the engine, and so does the end of its calls. If the engine dies,
+        every open choice ends with an error.
         """
         try:
             batch = await self._events.batch(until)
@@ -124,11 +74,14 @@ class Generation:
             if choice.ending is not None:
                 continue  # sent before the engine saw our cancel
             self._clock(event)
-            deltas = choice.take(event)
+            deltas, calls = choice.take(event)
             if choice.ending is not None:
                 self._events.cancel(index)
-            if deltas or choice.ending is not None:
-                pieces.append(Piece(index, deltas, choice.ending))
+                choice.remember_calls(self._memory)
+            if deltas or calls or choice.ending is not None:
+                pieces.append(Piece(index, deltas, choice.ending, calls))
+        if self.call.retries_calls:
+            pieces = self._retry_calls(pieces)
         if self.ended:
             self._report()
         return pieces
@@ -141,6 +94,22 @@ class Generation:
         """Cancel what still runs. Closing twice does nothing more."""
         self._events.close()
         self._report()
+
+    def _retry_calls(self, pieces: list[Piece]) -> list[Piece]:
+        """Start choices anew that have just ended with calls which cannot be read."""
+        for piece in pieces.copy():
+            choice = self.choices[piece.index]
+            again = choice.second_try(self._n_ctx) if piece.ending is not None else None
+            if again is None:
+                continue
+            try:
+                self._events.restart(piece.index, again)
+            except Ds4jaxError as error:  # a full queue, say: what we have is the reply
+                log.info("%s a call that cannot be read is not tried again: %s", self.call.id, error)
+                continue
+            choice.restart()
+            pieces = [*(other for other in pieces if other.index != piece.index), Piece(piece.index, [], restarts=True)]
+        return pieces
 
     def _fail_open_choices(self, error: str) -> list[Piece]:
         open_choices = [(i, choice) for i, choice in enumerate(self.choices) if choice.ending is None]

@@ -12,6 +12,7 @@ from ds4jax.serving.http.edge import Edge, json_response
 from ds4jax.serving.http.openai_common import stream_body
 
 SUPPORTED_PARAMETERS = (
+    "tools", "tool_choice", "parallel_tool_calls",
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "stream", "reasoning_effort",
 )  # fmt: skip
 
@@ -21,7 +22,7 @@ def blueprint(edge: Edge) -> Blueprint:
     routes = Blueprint("openai", __name__)
 
     def read_chat(data: bytes) -> Call:
-        return openai_chat.read(data, edge.tokenizer, edge.engine.n_ctx, edge.config)
+        return openai_chat.read(data, edge.served)
 
     def read_completion(data: bytes) -> Call:
         return openai_completions.read(data, edge.tokenizer, edge.engine.n_ctx, edge.config)

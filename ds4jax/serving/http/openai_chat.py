@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from ds4jax.config import ServerConfig
 from ds4jax.errors import RequestError
-from ds4jax.serving.engine.api import GenerateRequest
+from ds4jax.serving.http import conversation, strict_json
 from ds4jax.serving.http import openai_common as common
-from ds4jax.serving.http import strict_json
-from ds4jax.serving.http import thinking as thinking_fields
 from ds4jax.serving.http.call import Call, new_id
+from ds4jax.serving.http.conversation import ConversationBody, Served
 from ds4jax.serving.http.generation import Generation, Piece
-from ds4jax.serving.http.params import CommonBody, Number, completion_limit
-from ds4jax.serving.http.prompts import encode_chat
+from ds4jax.serving.http.openai_tools import HistoryCall, ToolEntry, call_chunk, call_objects, read_calls, tool_use
+from ds4jax.serving.http.params import Number
+from ds4jax.serving.http.thinking import resolve
 from ds4jax.serving.http.unsupported import reject_unsupported
-from ds4jax.text import chat
-from ds4jax.text.tokenizer import Tokenizer
+from ds4jax.text.chat import Message
 
 
 class ContentPart(msgspec.Struct):
@@ -35,60 +33,53 @@ class ChatMessage(msgspec.Struct):
     content: str | list[str | ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[HistoryCall] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
 
 
-class ChatBody(CommonBody, kw_only=True):
+class ChatBody(ConversationBody, kw_only=True):
     """The body of a chat completion request."""
 
     messages: list[ChatMessage]
     max_completion_tokens: Number | None = None
-    thinking: thinking_fields.Switch = msgspec.UNSET
-    think: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolEntry] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
-def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) -> Call:
+def read(data: bytes, served: Served) -> Call:
     """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault."""
     body = strict_json.decode(data, ChatBody)
-    reject_unsupported(body)
+    reject_unsupported(body, honoured=("tools", "tool_choice"))
+    use = tool_use(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls is not False)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
-    thinks = thinking_fields.resolve(body, body.model)
-    style = cast(chat.PromptStyle, config.prompt_style)
-    segments = chat.render(messages, thinking=thinks, style=style)
-    prompt = encode_chat(segments, tokenizer, n_ctx, "messages")
-    # Without thinking the think tags end a reply too: it must not contain them.
-    tags = () if thinks else (tokenizer.think_id, tokenizer.end_think_id)
+    prompt = conversation.render(messages, served, thinks=resolve(body, body.model), param="messages", tool_use=use)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    request = GenerateRequest(
-        prompt=prompt,
-        max_tokens=completion_limit(
-            limit_name, getattr(body, limit_name), n_prompt=len(prompt), n_ctx=n_ctx, default=config.default_max_tokens, param="messages"
-        ),
-        sampling=body.sampling(),
-        stop_token_ids=body.stop_tokens(tokenizer.eos_id, *tags),
-    )
     return Call(
         endpoint="chat",
         id=new_id("chatcmpl"),
-        model=body.model or config.model_id,
-        requests=(request,),
-        opens_reasoning=chat.opens_reasoning(segments),
+        model=body.model or served.config.model_id,
+        requests=(conversation.request_of(prompt, body, served, limit=(limit_name, getattr(body, limit_name)), param="messages"),),
+        opens_reasoning=prompt.opens_reasoning,
         stop_strings=body.stop_strings,
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        tool_use=use,
+        retries_calls=not body.stream,
     )
 
 
 async def reply(generation: Generation, check_s: float) -> dict[str, Any]:
     """Wait for the reply of a call that does not stream."""
     ((text, ending),) = await common.collect(generation, check_s)
-    # Thoughts that were cut are no answer: content is null, not the empty answer that "" would be.
-    message = {"role": "assistant", "content": text["content"] or (None if text["reasoning"] else "")}
+    calls = generation.choices[0].calls if ending.reason != "error" else []
+    # Thoughts that were cut are no answer, nor are calls: content is null, not the empty answer that "" would be.
+    message: dict[str, Any] = {"role": "assistant", "content": text["content"] or (None if text["reasoning"] or calls else "")}
     if text["reasoning"]:
         message["reasoning_content"] = text["reasoning"]
+    if calls:
+        message["tool_calls"] = call_objects(calls)
     choice = {"index": 0, "message": message, "finish_reason": ending.reason}
     if ending.reason == "error":
         choice |= common.ending_error(ending)
@@ -115,6 +106,9 @@ class ChatChunks:
             chunks.append(self._chunk({"role": "assistant"}))
         for delta in piece.deltas:
             chunks.append(self._chunk({"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}))
+        for event in piece.calls:
+            if (told := call_chunk(event)) is not None:
+                chunks.append(self._chunk({"tool_calls": [told]}))
         if piece.ending is not None and piece.ending.reason != "error":
             chunks.append(self._chunk({}, piece.ending.reason))
         return chunks
@@ -123,17 +117,17 @@ class ChatChunks:
         """Word the chunk that carries the usage."""
         return {**self._head, "choices": [], "usage": common.usage(self._generation)}
 
-    def _chunk(self, delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         return {**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
 
 
-def _message(index: int, message: ChatMessage) -> chat.Message:
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
-            place = f"messages[{index}].{name}"
-            raise RequestError(f"{place}: not supported yet; send the conversation without tool calls and results", place)
+def _message(index: int, message: ChatMessage) -> Message:
+    place = f"messages[{index}]"
+    if message.function_call:
+        raise RequestError(f"{place}.function_call: not supported; send the call in `tool_calls`", f"{place}.function_call")
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    return chat.Message(message.role, _text(index, message.content), reasoning)
+    calls = read_calls(f"{place}.tool_calls", message.tool_calls or [])
+    return Message(message.role, _text(index, message.content), reasoning, calls, message.tool_call_id)
 
 
 def _text(index: int, content: str | list[str | ContentPart] | None) -> str:

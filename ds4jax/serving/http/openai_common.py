@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from ds4jax.serving.http import sse
-from ds4jax.serving.http.generation import Ending, Generation, Piece
+from ds4jax.serving.http.choice import Ending
+from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.problems import SERVER, Problem
 
 
@@ -48,6 +49,8 @@ async def collect(generation: Generation, check_s: float) -> list[tuple[dict[str
     texts: list[dict[str, str]] = [{"reasoning": "", "content": ""} for _ in generation.choices]
     while not generation.ended:
         for piece in await generation.pieces(until=loop.time() + check_s):
+            if piece.restarts:
+                texts[piece.index] = {"reasoning": "", "content": ""}
             for delta in piece.deltas:
                 texts[piece.index][delta.kind] += delta.text
     return [(text, choice.ending) for text, choice in zip(texts, generation.choices, strict=True) if choice.ending is not None]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ds4jax.serving.http import sse
-from ds4jax.serving.http.generation import Ending, Generation, Piece
+from ds4jax.serving.http.choice import Ending
+from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.reply_events import ReplyEvent
 from ds4jax.serving.http.responses_body import ResponseCall
 from ds4jax.serving.http.responses_items import ItemEvent, ItemStatus, MessageItem, OutputItem, ReasoningItem

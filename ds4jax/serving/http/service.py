@@ -54,7 +54,7 @@ class EventStream:
 
     def _receive(self, index: int, event: Event) -> None:
         """Take an event on the loop."""
-        if index not in self._running:
+        if self._running.get(index) != event.request_id:
             return  # cancelled meanwhile
         if isinstance(event, Finish):
             del self._running[index]
@@ -85,6 +85,11 @@ class EventStream:
         request_id = self._running.pop(index, None)
         if request_id is not None:
             self._engine.cancel(request_id)
+
+    def restart(self, index: int, request: GenerateRequest) -> None:
+        """Let another request take the place of a choice. Raises what EngineClient.submit raises; the choice has ended then."""
+        self.cancel(index)
+        self._running[index] = self._engine.submit(request, partial(self._deliver, index))
 
     def abort(self, error: str) -> None:
         """Cancel every choice that still runs, and tell the reader so by a Finish with `error`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -64,7 +65,7 @@ def _encode(body: TokenizeBody, data: bytes, served: Served) -> list[int]:
         raise RequestError(f"prompt: got {' and '.join(given) or 'nothing'}; send one of prompt, content and messages", "prompt")
     if body.messages is not None:
         # The very reader of chat completions, so that its prompt is counted whatever fields shape it. What is too long is counted too.
-        return list(openai_chat.read(data, served.tokenizer, sys.maxsize, served.config).requests[0].prompt)
+        return list(openai_chat.read(data, replace(served, n_ctx=sys.maxsize)).requests[0].prompt)
     text, has_bos = (body.content, body.add_special) if body.prompt is None else (body.prompt, body.add_special_tokens)
     return [*([served.tokenizer.bos_id] if has_bos else []), *served.tokenizer.encode(text or "")]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -50,14 +50,14 @@ else:
     UnsupportedFields = msgspec.defstruct("UnsupportedFields", [(name, Any, None) for name in _NEUTRAL])
 
 
-def reject_unsupported(body: msgspec.Struct) -> None:
-    """Refuse fields that would change the answer.
+def reject_unsupported(body: msgspec.Struct, *, honoured: Collection[str] = ()) -> None:
+    """Refuse fields that would change the answer, but for those that the API at hand honours.
 
     Ignoring them would be worse: the client would get the answer to another question. Raises RequestError naming the field.
     """
     for name, neutral in _NEUTRAL.items():
         value = getattr(body, name)
-        if value is not None and not any(_same(value, x) for x in neutral):
+        if name not in honoured and value is not None and not any(_same(value, x) for x in neutral):
             allowed = f" or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
             raise RequestError(f"{name}: not supported yet; leave it out{allowed}", name)
 
