@@ -89,26 +89,6 @@ def test_it_extends_as_the_plain_path(ratio: int, kv_quant: str) -> None:
                 np.testing.assert_allclose(got.astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=2e-5)
 
 
-def test_a_row_is_extended_with_the_same_bits_wherever_it_stands() -> None:
-    made = [compressor(4, K, False, 1), compressor(4, J, True, 2)]
-    firsts, cache = (Q + K, Q + K + 2 * made[0].columns), state("ds4")
-    norms = [jnp.ones((L, n)) for n in (Q, K)]
-
-    @jax.jit
-    def run(cache: caches.KVCache, proj: jax.Array, slot: jax.Array, position: jax.Array) -> list[jax.Array]:
-        windows = (cache.win4, cache.comp4), (cache.win_index, cache.index)
-        pools = [pool_of(c, f, 1, *pair) for c, f, pair in zip(made, firsts, windows, strict=True)]
-        return jax.tree.leaves(extend(proj, LAYER, LAYER, *norms, cache.raw, pools, slot, position, omega=OMEGA, eps=CONFIG.rms_eps))
-
-    proj = jax.random.normal(jax.random.key(0), (3, firsts[1] + 2 * made[1].columns))
-    slot, position, order = np.int32([2, 0, 1]), np.int32([3, 7, 2]), np.array([1, 2, 0])  # two windows close, one does not
-    lora, *here = run(cache, proj, slot, position)
-    moved, *there = run(cache, proj[order], slot[order], position[order])
-    np.testing.assert_array_equal(moved, lora[order])
-    for a, b in zip(here, there, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_it_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch, ratio: int) -> None:
     cache = jax.eval_shape(partial(caches.init_cache, FLASH, 64, 4096, "ds4", "bfloat16"))

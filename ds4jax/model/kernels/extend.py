@@ -2,14 +2,13 @@
 
 Programs have roles: one normalises the low-rank query, one writes the token's raw row, one feeds the compressor and one
 the indexer's. A program touches its own slot alone and writes in place; where a row is unused it writes nothing. State is
-read before it is overwritten by the same program: what was read meets in a sum over the whole row in between. And it is
-read all at once: a load that follows a store or a sum waits for it, and memory is what these programs wait for.
+read before it is overwritten by the same program: what was read meets in a sum over the whole row in between.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,12 +19,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from ds4jax.model import rounding
 from ds4jax.model.cache import Rows, Window
-from ds4jax.model.kernels import write
 from ds4jax.model.kernels.launch import launch
-from ds4jax.model.kernels.write import PARTS
 
-TAKE = 8  # rows of a window that are read together; windows are as many rows, or a multiple of it
+BLOCK = 64  # channels at a time; those that rotate are the last block of a row
+PARTS = {"f32": ("x",), "bf16": ("x",), "fp8": ("code", "exponent", "tail"), "fp4": ("code", "exponent")}
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Pool:
     @property
     def statics(self) -> dict[str, Any]:
         """What the kernel must know beforehand."""
-        return {"first": self.first, "ratio": self.ratio, "format": self.rows.format, "n_row": self.rows.n_row}
+        return {"first": self.first, "ratio": self.ratio, "format": self.rows.format, "n_row": self.rows.n_row, "mixed": self.mixed}
 
 
 def extend(
@@ -66,10 +65,8 @@ def extend(
         The normalised query bf16 [M, Q], the raw rows, and each pool's window and rows.
     """
     m, q = proj.shape[0], q_norm.shape[1]
-    assert all(pool.mixed == (pool.rows.format == "fp4") for pool in pools), (
-        "rows pass the Hadamard matrix where they become FP4, and only there"
-    )
-    operands = [proj, layer, at_raw, slot, position, q_norm, kv_norm, jnp.asarray(omega)]
+    angle = jnp.asarray(np.repeat(omega, 2))
+    operands = [proj, layer, at_raw, slot, position, q_norm, kv_norm, angle]
     for pool in pools:
         operands += [pool.at, pool.ape, pool.norm]
     states = [_parts(raw)] + [[pool.window.u, pool.window.z, *_parts(pool.rows)] for pool in pools]
@@ -110,19 +107,20 @@ def _kernel(
     role, m = pl.program_id(0), pl.program_id(1)
     layer, slot, position = layer_ref[0], slot_ref[m], position_ref[m]
     n_q, width = q_norm_ref.shape[1], kv_norm_ref.shape[1]
+    channel = jnp.arange(BLOCK)
 
     @pl.when(role == 0)
     def _() -> None:
-        x, weight = proj_ref[m, pl.ds(0, n_q)], q_norm_ref[layer, :]
-        lora_ref[m, :] = (x * (1 / jnp.sqrt(jnp.sum(x * x) / n_q + eps)) * weight).astype(jnp.bfloat16)
+        x = proj_ref[m, pl.ds(0, n_q)]
+        lora_ref[m, :] = (x * _root(jnp.sum(x * x) / n_q + eps) * q_norm_ref[layer, :]).astype(jnp.bfloat16)
 
     @pl.when((role == 1) & (slot < n_slot))
     def _() -> None:
-        shape, angle = write.Shape(width), angle_ref[:]
-        weight = shape.load(lambda channel: kv_norm_ref.at[layer, channel])
-        row = shape.load(lambda channel: proj_ref.at[m, n_q + channel])
-        at = at_raw_ref[0], slot, position % raw[1]
-        write.store(after[: len(PARTS[raw[0]])], raw[0], at, write.finish(row, weight, angle, position, shape, eps), shape)
+        def load(block: int, flip: int) -> jax.Array:
+            return plt.load(proj_ref.at[m, n_q + block * BLOCK + (channel ^ flip)])
+
+        row = _finished(load, kv_norm_ref, layer, width, angle_ref, position, eps)
+        _store(after[: len(PARTS[raw[0]])], raw[0], at_raw_ref[0], slot, position % raw[1], row)
 
     first = len(PARTS[raw[0]])
     for i, statics in enumerate(pools):
@@ -138,78 +136,123 @@ def _kernel(
 
 def _compress(
     proj_ref: Any, m: Any, layer: Any, slot: Any, position: Any, settings: Any, angle_ref: Any, before: Any, after: Any,
-    *, eps: float, first: tuple[int, int], ratio: int, format: str, n_row: int,
+    *, eps: float, first: tuple[int, int], ratio: int, format: str, n_row: int, mixed: bool,
 ) -> None:  # fmt: skip
     """Take a token into a window; where it closes the window, write the pooled row (`Compressor.step`)."""
     at_ref, ape_ref, norm_ref = settings
-    at, lead, shape, angle = at_ref[0], ratio if ratio == 4 else 0, write.Shape(norm_ref.shape[1]), angle_ref[:]
-    columns = shape.width * (2 if lead else 1)
-    place, whole = position % ratio, jnp.arange(columns)
-    u, z = (plt.load(proj_ref.at[m, f + whole]) for f in first)
-    z = z + plt.load(ape_ref.at[layer, place, whole])
+    u_ref, z_ref = before[:2]
+    at, lead, width = at_ref[0], ratio if ratio == 4 else 0, norm_ref.shape[1]
+    columns = width * (2 if lead else 1)
+    place = position % ratio
+
+    def token(column: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the token brings to columns: u and z."""
+        gate = plt.load(proj_ref.at[m, first[1] + column]) + plt.load(ape_ref.at[layer, place, column])
+        return plt.load(proj_ref.at[m, first[0] + column]), gate
+
+    whole = jnp.arange(columns)
+    for ref, value in zip(after[:2], token(whole), strict=True):
+        plt.store(ref.at[at, slot, lead + place, whole], value)
 
     @pl.when(place == ratio - 1)
     def _() -> None:
-        weight = shape.load(lambda channel: norm_ref.at[layer, channel])
-        # Of the window that closes and becomes the previous one, all but the token: [u or z][row].
-        kept = [[plt.load(ref.at[at, slot, lead + i, whole]) for i in range(ratio - 1)] for ref in before[:2]] if lead else []
-        row = _pooled(proj_ref, m, ape_ref, layer, before[:2], at, slot, first, ratio, lead, shape)
-        row = write.finish(row, weight, angle, position - (ratio - 1), shape, eps)
+        rows = jnp.arange(lead + ratio)
+        channel = jnp.arange(BLOCK)
+        last = (rows == lead + ratio - 1)[:, None]
+
+        def load(block: int, flip: int) -> jax.Array:
+            """Pool a block of channels: the first half of a leading window's columns, the second of its own."""
+            at_channel = block * BLOCK + (channel ^ flip)
+            column = at_channel[None, :] + jnp.where(rows >= lead, columns - width, 0)[:, None]
+            now_u, now_z = token(at_channel + columns - width)
+            u = jnp.where(last, now_u[None, :], plt.load(u_ref.at[at, slot, rows[:, None], column]))
+            z = jnp.where(last, now_z[None, :], plt.load(z_ref.at[at, slot, rows[:, None], column]))
+            weight = jnp.exp(z - jnp.max(z, axis=0)[None, :])
+            return jnp.sum(weight * u, axis=0) / jnp.sum(weight, axis=0)
+
+        row = _finished(load, norm_ref, layer, width, angle_ref, position - (ratio - 1), eps)
         entry = position // ratio
 
         @pl.when(entry < n_row)
         def _() -> None:
             if format == "fp4":
-                write.store_mixed(after[2:], (at, slot, entry), row, shape)
+                _store_fp4(after[2:], at, slot, entry, row)
             else:
-                write.store(after[2:], format, (at, slot, entry), row, shape)
+                _store(after[2:], format, at, slot, entry, _hadamard(row) if mixed else row)
 
-        for ref, rows, token in zip(after[:2], kept, (u, z), strict=False):
-            for i, values in enumerate([*rows, token]):
-                plt.store(ref.at[at, slot, i, whole], values)
-
-    for ref, token in zip(after[:2], (u, z), strict=True):
-        plt.store(ref.at[at, slot, lead + place, whole], token)
-
-
-def _pooled(
-    proj_ref: Any, m: Any, ape_ref: Any, layer: Any, state: Any, at: Any, slot: Any, first: tuple[int, int], ratio: int, lead: int,
-    shape: write.Shape,
-) -> write.Row:  # fmt: skip
-    """Pool a window that its last token closes, channel by channel, as a softmax that begins with the token and takes rows as they come.
-
-    A leading window gives the first half of its columns, the window itself the second.
-    """
-    own = shape.width if lead else 0
-    u = shape.load(lambda channel: proj_ref.at[m, first[0] + own + channel])
-    gate = shape.load(lambda channel: proj_ref.at[m, first[1] + own + channel])
-    ape = shape.load(lambda channel: ape_ref.at[layer, ratio - 1, own + channel])
-
-    def take(chunk: Any, tiles: list[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
-        rows = [(chunk * TAKE + i, own if i >= lead else 0) for i in range(TAKE)]  # number, and first column
-        us, zs = (
-            [
-                shape.load(lambda channel, r=r, c=c, ref=ref: ref.at[at, slot, r, c + channel], mask=r < lead + ratio - 1, other=other)
-                for r, c in rows
-            ]
-            for ref, other in zip(state, (0.0, -jnp.inf), strict=True)
-        )
-        return [_absorb(tiles[p], [u[p] for u in us], [z[p] for z in zs]) for p in (0, 1)]
-
-    begin = [(g + a, jnp.ones_like(g), v) for g, a, v in zip(gate, ape, u, strict=True)]
-    even, odd = jax.lax.fori_loop(0, (lead + ratio) // TAKE, take, begin)
-    return even[2] / even[1], odd[2] / odd[1]
+        if lead:  # the window that closed becomes the previous one
+            for i in range(lead):
+                for old, new, now in zip(before[:2], after[:2], token(whole), strict=True):
+                    value = now if i == lead - 1 else plt.load(old.at[at, slot, lead + i, whole])
+                    plt.store(new.at[at, slot, i, whole], value)
 
 
-def _absorb(tiles: tuple[jax.Array, ...], us: list[jax.Array], zs: list[jax.Array]) -> tuple[jax.Array, ...]:
-    """Let values u with logits z join a softmax in progress: the largest logit, the sum of weights, the weighted sum."""
-    top, total, value = tiles
-    new = top
-    for z in zs:
-        new = jnp.maximum(new, z)
-    old = jnp.exp(top - new)
-    total, value = total * old, value * old
-    for u, z in zip(us, zs, strict=True):
-        weight = jnp.exp(z - new)
-        total, value = total + weight, value + weight * u
-    return new, total, value
+def _finished(
+    load: Callable[[int, int], jax.Array], norm_ref: Any, layer: Any, width: int, angle_ref: Any, position: Any, eps: float
+) -> list[jax.Array]:
+    """Normalise and rotate a row given by blocks: load(block, flip) with flip = 1 exchanges the members of pairs."""
+    n_block = width // BLOCK
+    channel = jnp.arange(BLOCK)
+    blocks = [load(b, 0) for b in range(n_block)]
+    partner = load(n_block - 1, 1)
+    root = _root(sum((jnp.sum(x * x) for x in blocks), jnp.float32(eps * width)) / width)
+    blocks = [x * root * norm_ref[layer, pl.ds(b * BLOCK, BLOCK)] for b, x in enumerate(blocks)]
+    partner = partner * root * plt.load(norm_ref.at[layer, (n_block - 1) * BLOCK + (channel ^ 1)])
+    theta = position.astype(jnp.float32) * angle_ref[:]
+    sin = jnp.where(channel % 2 == 0, -jnp.sin(theta), jnp.sin(theta))
+    return [*blocks[:-1], blocks[-1] * jnp.cos(theta) + partner * sin]
+
+
+def _root(x: jax.Array) -> jax.Array:
+    return 1 / jnp.sqrt(x)
+
+
+def _store(refs: Any, format: str, at: Any, slot: Any, row: Any, blocks: Sequence[jax.Array]) -> None:
+    """Store an attention row, or an index row that is not rounded."""
+    for b, x in enumerate(blocks):
+        where = pl.ds(b * BLOCK, BLOCK)
+        if format != "fp8":
+            refs[0][at, slot, row, where] = x.astype(refs[0].dtype)
+        elif b == len(blocks) - 1:
+            refs[2][at, slot, row, :] = x.astype(jnp.float16)
+        else:
+            exponent = rounding.fp8_exponent(jnp.max(jnp.abs(x)))
+            scaled = jnp.clip(x * rounding.exp2_int(-exponent), -448.0, 448.0)
+            scaled = jnp.where(x != x, x, scaled)  # a clip may lose what is no number
+            code = jax.lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8).astype(jnp.int32)
+            refs[0][at, slot, row, where] = jnp.where(x == 0, 0, code).astype(jnp.uint8)  # -0.0 becomes 0.0
+            refs[1][at, slot, row, b] = exponent.astype(jnp.int8)
+
+
+def _hadamard_part(blocks: Sequence[jax.Array], column: jax.Array) -> jax.Array:
+    """Entries of the row's product with the Hadamard matrix at columns [...]."""
+    n = jnp.zeros(column.shape, jnp.float32)
+    for b, x in enumerate(blocks):
+        i = (b * BLOCK + jnp.arange(BLOCK)).reshape(BLOCK, *[1] * column.ndim)
+        odd = jax.lax.population_count(i & column[None]) & 1
+        n = n + jnp.sum(jnp.where(odd == 1, -1.0, 1.0) * x.reshape(BLOCK, *[1] * column.ndim), axis=0)
+    return n * (1 / float(np.sqrt(BLOCK * len(blocks))))
+
+
+def _hadamard(blocks: Sequence[jax.Array]) -> list[jax.Array]:
+    return [_hadamard_part(blocks, b * BLOCK + jnp.arange(BLOCK)) for b in range(len(blocks))]
+
+
+def _store_fp4(refs: Any, at: Any, slot: Any, row: Any, blocks: Sequence[jax.Array]) -> None:
+    """Mix an index row, round it to FP4 and store it: byte j of a block of 32 holds elements j and j + 16."""
+    code_ref, exponent_ref = refs
+    n, half = BLOCK * len(blocks) // 32, jnp.arange(16)
+    block = jnp.arange(n)
+    low, high = (_hadamard_part(blocks, block[:, None] * 32 + 16 * h + half[None, :]) for h in range(2))
+    exponent = rounding.fp4_exponent(jnp.maximum(jnp.max(jnp.abs(low), axis=1), jnp.max(jnp.abs(high), axis=1)))
+    scale = rounding.exp2_int(-exponent)[:, None]
+    packed = _e2m1(low * scale) | _e2m1(high * scale) << 4
+    plt.store(code_ref.at[at, slot, row, block[:, None] * 16 + half[None, :]], packed.astype(jnp.uint8))
+    plt.store(exponent_ref.at[at, slot, row, block], exponent.astype(jnp.int8))
+
+
+def _e2m1(x: jax.Array) -> jax.Array:
+    """Code of the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code; the sign on top."""
+    size = jnp.abs(x)
+    code = sum((size >= t if i % 2 else size > t).astype(jnp.int32) for i, t in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)))
+    return code | jnp.where(x < 0, 8, 0)
