@@ -31,7 +31,6 @@ _NO_SPECULATION = "speculative decoding is not supported; every token is compute
 _NO_STREAMING = "weights are not streamed from disk; they must fit the device. Choose a smaller quant or a larger device"
 _NO_PIPELINE = "one process serves one device. Start a server for each device and put a load balancer before them"
 _NO_STEERING = "activation steering is not supported; leave the flag out"
-_NO_REPLAY = "tool calls are not replayed from memory yet"
 
 _FLAGS: dict[str, _Flag] = {
     "--threads": _ignored(1, "XLA sizes its own thread pool"),
@@ -49,8 +48,6 @@ _FLAGS: dict[str, _Flag] = {
     "--kv-cache-boundary-trim-tokens": _ignored(1, _NO_DISK),
     "--kv-cache-boundary-align-tokens": _ignored(1, _NO_DISK),
     "--kv-cache-reject-different-quant": _ignored(0, _NO_DISK),
-    "--tool-memory-max-ids": _ignored(1, _NO_REPLAY),
-    "--disable-exact-dsml-tool-replay": _ignored(0, _NO_REPLAY),
     "--mtp": _ignored(1, _NO_SPECULATION),
     "--mtp-draft": _ignored(1, _NO_SPECULATION),
     "--mtp-margin": _ignored(1, _NO_SPECULATION),

@@ -34,6 +34,10 @@ def serve(
     prompt_style: Annotated[str, typer.Option(help="deepseek or ds4: where consecutive user turns are joined.")] = (
         ServerConfig.prompt_style
     ),
+    tool_memory_max_ids: Annotated[int, typer.Option(min=0, help="Tool calls whose very text is kept for the next prompt.")] = (
+        ServerConfig.tool_memory_max_ids
+    ),
+    no_replay: Annotated[bool, typer.Option("--disable-exact-dsml-tool-replay", help="Keep none: write calls anew.")] = False,
     backend: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Short for --backend cpu.")] = False,
     cuda: Annotated[bool, typer.Option("--cuda", help="Short for --backend cuda.")] = False,
@@ -60,6 +64,7 @@ def serve(
     server_settings = ServerConfig(
         host=address, port=port_number, model_id=choice.model_id, aliases=choice.aliases, strict_model=strict_model,
         default_max_tokens=tokens, cors=cors, prompt_style=prompt_style, api_keys=read_api_keys(api_key or [], api_key_file),
+        tool_memory_max_ids=0 if no_replay else tool_memory_max_ids,
     )  # fmt: skip
     numerics = Numerics(kv_quant, dtype)
     wanted, gpu_id = choose_backend(backend, cpu, cuda, gpu)

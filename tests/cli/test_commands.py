@@ -85,6 +85,11 @@ class TestServe:
         assert served["device"][:2] == ("cpu", None)
         assert "--threads is ignored" in result.output and "--kv-disk-dir is ignored" in result.output
 
+    def test_the_memory_of_tool_calls(self, served: dict[str, Any], weights: str) -> None:
+        for flags, most in (("", 100_000), ("--tool-memory-max-ids 7", 7), ("--disable-exact-dsml-tool-replay", 0)):
+            assert run("serve", "-m", weights, *flags.split()).exit_code == 0
+            assert served["server"].tool_memory_max_ids == most
+
     def test_a_flag_that_is_refused(self, served: dict[str, Any], weights: str) -> None:
         result = run("serve", "-m", weights, "--ssd-streaming")
         assert (result.exit_code, served) == (2, {})

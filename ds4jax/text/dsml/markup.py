@@ -12,6 +12,9 @@ from ds4jax.text.special import DSML
 LONGEST_TAG = 4096
 """Characters of an opening tag; a longer one is no tag. It bounds what a stream holds back before it knows the tool's name."""
 
+_GAP = "\\s{0,64}"
+"""White space between tags where it has to be waited for, bounded, since all of it is looked at again with every piece of text."""
+
 _ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'"}
 _ENTITY = re.compile("|".join(_ENTITIES))
 _ATTRIBUTE_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
@@ -57,14 +60,14 @@ class Markup:
         An end tag of a call counts only with what must follow it, since a value may well quote one tag.
         """
         following = f"{re.escape(self.block_end)}|{re.escape(self.invoke)}\\s"
-        return re.compile(f"{re.escape(self.parameter_end)}|(?={re.escape(self.invoke_end)}\\s*(?:{following}))")
+        return re.compile(f"{re.escape(self.parameter_end)}|(?={re.escape(self.invoke_end)}{_GAP}(?:{following}))")
 
     @cached_property
     def value_end_begun(self) -> re.Pattern[str]:
         """Match the end of a text from where a match of `value_end` may have begun."""
         begun = begun_by([self.parameter_end, self.invoke_end])
         following = begun_by([self.block_end, self.invoke])
-        after_call = f"{re.escape(self.invoke_end)}\\s*(?:{following}|{re.escape(self.invoke)})?"
+        after_call = f"{re.escape(self.invoke_end)}{_GAP}(?:{following}|{re.escape(self.invoke)})?"
         return re.compile(f"(?:{begun}|{after_call})\\Z")
 
 
