@@ -260,6 +260,12 @@ async def test_a_second_failure_is_the_reply(make_app: MakeApp, make_engine: Mak
     assert len(engine.requests) == 4
 
 
+async def test_no_second_try_after_a_failure_of_the_engine(make_app: MakeApp, make_engine: MakeEngine) -> None:
+    engine = make_engine(script=says(BROKEN + " more"), fail_after=len(tokens_of(BROKEN)) + 2)
+    (choice,) = (await chat(make_app(engine)))["choices"]
+    assert (choice["error"]["message"], len(engine.requests)) == ("batched decode failed: scripted", 1)
+
+
 async def test_no_second_try_without_room(make_app: MakeApp, make_engine: MakeEngine) -> None:
     engine = make_engine(script=says(BROKEN, BROKEN))
     n_prompt = len((await count(make_app(engine)))["tokens"])

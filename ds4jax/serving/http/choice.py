@@ -87,7 +87,7 @@ class Choice:
     def second_try(self, n_ctx: int) -> GenerateRequest | None:
         """Ask the model once to write again a call that could not be read; None if there is nothing to write again, or no room."""
         reason = self._unreadable
-        if reason is None or self.ending is None or self.ending.reason not in ("stop", "error") or self.has_restarted:
+        if reason is None or self.has_restarted:
             return None
         use = self._call.tool_use
         segments = complaint(reason, thinking=self._call.opens_reasoning) + (use.opening if use else [])
@@ -103,10 +103,10 @@ class Choice:
 
     @property
     def _unreadable(self) -> str | None:
-        """Why calls could not be read, if the reply has no other call."""
-        if self._parser is None or self.calls or self._text.stop_hit is not None:
+        """Why calls could not be read, if that is all there is to a reply which the model itself has ended."""
+        if self._parser is None or self.ending is None or self.calls or self._text.stop_hit is not None:
             return None
-        return self._parser.error or self._text.rejected
+        return {"error": self._parser.error, "stop": self._text.rejected}.get(self.ending.reason)
 
     def _ending_of_text(self) -> Ending | None:
         if self._text.stop_hit is not None:
