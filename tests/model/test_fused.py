@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from ds4jax.config import FLASH
 from ds4jax.model import fused
@@ -24,9 +23,8 @@ SMALL = replace(
 SLOTS, CTX = 3, 512
 
 
-@pytest.mark.parametrize("kv_quant", ["ds4", "none"])
-def test_steps_on_kernels_are_those_of_the_plain_path(kv_quant: str) -> None:
-    plain = random_spec(SMALL, "q2", kv_quant, "bfloat16")
+def test_steps_on_kernels_are_those_of_the_plain_path() -> None:
+    plain = random_spec(SMALL, "q2", "ds4", "bfloat16")
     assert fused.fits(SMALL, dict(plain.kinds))
     specs = [replace(plain, kernels=kernels) for kernels in (False, True)]
     models = [random_leaves(spec, "q2") for spec in specs]
@@ -37,7 +35,7 @@ def test_steps_on_kernels_are_those_of_the_plain_path(kv_quant: str) -> None:
         return step(models[kernels].merge(leaves), cache, batch, jnp.bfloat16)
 
     rng = np.random.default_rng(0)
-    cache = init_cache(SMALL, SLOTS, CTX, kv_quant, "bfloat16")
+    cache = init_cache(SMALL, SLOTS, CTX, "ds4", "bfloat16")
     for slot, n in ((0, 126), (2, 61)):  # a window of 128 closes at the second step, and the indexer chooses 16 of 30 rows
         batch = PrefillBatch(rng.integers(0, 256, (1, 128)).astype(np.int32), np.int32([slot]), np.int32([n]))
         cache = run(False, models[False].leaves, cache, batch)[1]
