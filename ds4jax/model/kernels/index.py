@@ -20,8 +20,8 @@ from jax.experimental.pallas import triton as plt
 from ds4jax.model.cache import Rows
 from ds4jax.model.kernels import rows as stored
 from ds4jax.model.kernels.launch import launch
-from ds4jax.model.kernels.rows import HALF, RowLayout, exp2_int, read_keys, tile, used_position
-from ds4jax.model.rounding import FP4_BLOCK, HADAMARD_WIDTH
+from ds4jax.model.kernels.rows import HALF, RowLayout, read_keys, tile, used_position
+from ds4jax.model.rounding import FP4_BLOCK, HADAMARD_WIDTH, exp2_int
 
 RATIO = 4  # tokens a row, on every layer that has an indexer
 QUERY_HEADS = 16  # of a program that prepares queries

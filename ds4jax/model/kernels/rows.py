@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
 from ds4jax.model.cache import Rows
-from ds4jax.model.rounding import FP4_BLOCK, FP8_BLOCK
+from ds4jax.model.rounding import FP4_BLOCK, FP8_BLOCK, exp2_int
 
 BLOCK = FP8_BLOCK  # channels of an attention row that are read together
 HALF = FP4_BLOCK // 2
@@ -82,11 +82,6 @@ def tile(row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the indices of a tile, int32 [R, C] each, from numbers of rows [R] and of columns [C]."""
     shape = (row.shape[0], column.shape[0])
     return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)
-
-
-def exp2_int(exponent: jax.Array) -> jax.Array:
-    """Return 2**exponent as f32, for whole exponents of normal numbers."""
-    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 def read_blocks(
