@@ -10,13 +10,14 @@ import pytest
 from ds4jax.errors import RequestError
 from ds4jax.serving.http.anthropic_turns import Turn, read_turns
 from ds4jax.serving.http.responses_input import Item, read_input
+from ds4jax.serving.http.tool_use import NO_IMAGE
 from ds4jax.text.chat import Message, ToolCall
 
 USER = Message("user", "weather?")
 
 
 def turns(*given: dict[str, Any]) -> list[Message]:
-    return read_turns(None, msgspec.convert(given, list[Turn]))
+    return read_turns(None, msgspec.json.decode(msgspec.json.encode(given), type=list[Turn]))
 
 
 def items(*given: dict[str, Any], earlier: tuple[Message, ...] = ()) -> list[Message]:
@@ -59,11 +60,43 @@ def test_tool_blocks_that_make_no_sense(content: list[Any], place: str) -> None:
     assert error.value.param == place
 
 
-def test_a_result_with_an_image_names_its_place() -> None:
-    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "get"}]}
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "get", "input": None}]}
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"content": "no such file", "is_error": True}, "Error: no such file"),
+        (
+            {"content": [{"type": "text", "text": "<tool_use_error>no</tool_use_error>"}], "is_error": True},
+            "<tool_use_error>no</tool_use_error>",
+        ),
+        ({"is_error": True}, "Error"),
+        ({"content": "fine", "is_error": False}, "fine"),
+        ({"content": ["a", {"type": "image", "source": {}}]}, "a" + NO_IMAGE),
+        ({"content": None}, ""),
+    ],
+)
+def test_what_a_tool_gave(result: dict[str, Any], text: str) -> None:
+    given = turns(CALLED, {"content": [{"type": "tool_result", "tool_use_id": "t", **result}]})
+    assert given == [Message("assistant", "", tool_calls=(ToolCall("t", "get", "{}"),)), Message("tool", text, tool_call_id="t")]
+
+
+def test_a_result_of_another_kind_names_its_place() -> None:
     with pytest.raises(RequestError) as error:
-        turns(call, {"content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}]})
+        turns(CALLED, {"content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "document"}]}]})
     assert error.value.param == "messages[1].content[0].content[0]"
+
+
+def test_the_input_of_a_call_keeps_its_numbers() -> None:
+    block = (
+        b'[{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "get", "input": {"n": 123456789012345678901234.50}}]}]'
+    )
+    (message,) = read_turns(None, msgspec.json.decode(block, type=list[Turn]))
+    assert message.tool_calls[0].arguments == '{"n": 123456789012345678901234.50}'
+    with pytest.raises(RequestError) as error:
+        read_turns(None, msgspec.json.decode(block.replace(b'{"n": 123456789012345678901234.50}', b"[]"), type=list[Turn]))
+    assert error.value.param == "messages[0].content[0].input"
 
 
 def test_items_become_one_message_of_the_assistant() -> None:

@@ -7,14 +7,18 @@ from typing import Any
 
 from ds4jax.errors import ContextLengthError
 from ds4jax.serving.http import sse
+from ds4jax.serving.http.anthropic_blocks import Block, TextBlock, ThinkingBlock, ToolUseBlock
 from ds4jax.serving.http.call import GenerationFailedError
 from ds4jax.serving.http.choice import Ending
 from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.problems import Problem
 from ds4jax.serving.http.reply_events import ReplyEvent
+from ds4jax.text.dsml import ArgumentsDelta, CallEnd, CallEvent, CallStart
 from ds4jax.text.stream import Delta
 
 PING = sse.encode({"type": "ping"}, event="ping")
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -39,8 +43,8 @@ class MessageEvents:
         self._generation = generation
         self._choice = generation.choices[0]
         self._has_begun = False
-        self._content: list[dict[str, Any]] = []
-        self._block: _Block | None = None
+        self._ended: list[Block] = []
+        self._block: Block | None = None
 
     def advance(self, pieces: Sequence[Piece]) -> list[ReplyEvent]:
         """Word what has happened. The message opens when its call leaves the queue: then the counts that it starts with are true."""
@@ -49,8 +53,12 @@ class MessageEvents:
             self._has_begun = True
             events.append({"type": "message_start", "message": self._message({**self._input_usage(), "output_tokens": 0})})
         for piece in pieces:
+            if piece.restarts:
+                self._ended, self._block = [], None
             for delta in piece.deltas:
                 events += self._take(delta)
+            for call in piece.calls:
+                events += self._take_call(call)
             if piece.ending is not None:
                 events += self._end(piece.ending)
         return events
@@ -65,48 +73,59 @@ class MessageEvents:
         assert ending is not None
         if ending.reason == "error":
             raise GenerationFailedError(ending.error or "generation failed")
-        return {**self._message(self._usage()), "content": self._content, **_stop(ending)}
+        return {**self._message(self._usage()), "content": self._content(), **_stop(ending)}
 
     def _take(self, delta: Delta) -> list[ReplyEvent]:
         kind = "thinking" if delta.kind == "reasoning" else "text"
         events: list[ReplyEvent] = []
         if self._block is None or self._block.kind != kind:
-            events += [*self._close(), *self._open(kind)]
-        assert self._block is not None
-        self._block.parts.append(delta.text)
-        return [*events, self._delta({"type": f"{kind}_delta", kind: delta.text})]
+            events += self._open(ThinkingBlock(self._generation.call.id) if kind == "thinking" else TextBlock())
+        return [*events, self._add(delta.text)]
 
-    def _open(self, kind: str) -> list[ReplyEvent]:
-        self._block = _Block(kind)
-        start = {"type": "thinking", "thinking": "", "signature": ""} if kind == "thinking" else {"type": "text", "text": ""}
-        return [{"type": "content_block_start", "index": len(self._content), "content_block": start}]
+    def _take_call(self, event: CallEvent) -> list[ReplyEvent]:
+        match event:
+            case CallStart():
+                return self._open(ToolUseBlock(event.id, event.name))
+            case ArgumentsDelta():
+                return [self._add(event.text)]
+            case CallEnd():
+                assert self._block is not None
+                self._block.is_whole = True
+                return self._close()
+
+    def _open(self, block: Block) -> list[ReplyEvent]:
+        events = self._close()
+        self._block = block
+        return [*events, {"type": "content_block_start", "index": len(self._ended), "content_block": block.start()}]
+
+    def _add(self, text: str) -> ReplyEvent:
+        assert self._block is not None
+        return self._delta(self._block.add(text))
 
     def _close(self) -> list[ReplyEvent]:
         if self._block is None:
             return []
-        events, block, text = [], self._block, "".join(self._block.parts)
-        if block.kind == "thinking":
-            signature = self._generation.call.id  # clients want one to send back; there is nothing to sign
-            events.append(self._delta({"type": "signature_delta", "signature": signature}))
-            finished = {"type": "thinking", "thinking": text, "signature": signature}
-        else:
-            finished = {"type": "text", "text": text}
-        events.append({"type": "content_block_stop", "index": len(self._content)})
-        self._content.append(finished)
+        events = [self._delta(delta) for delta in self._block.last_deltas()]
+        events.append({"type": "content_block_stop", "index": len(self._ended)})
+        self._ended.append(self._block)
         self._block = None
         return events
 
     def _delta(self, delta: dict[str, Any]) -> ReplyEvent:
-        return {"type": "content_block_delta", "index": len(self._content), "delta": delta}
+        return {"type": "content_block_delta", "index": len(self._ended), "delta": delta}
 
     def _end(self, ending: Ending) -> list[ReplyEvent]:
         if ending.reason == "error":
             # Nothing may follow an error but the end, which clients that overlook errors wait for.
             return [error_object(Problem(500, ending.error or "generation failed")), {"type": "message_stop"}]
         events = self._close()
-        if all(block["type"] == "thinking" for block in self._content):  # a message without an answer has an empty one
-            events += [*self._open("text"), *self._close()]
+        if all(block["type"] == "thinking" for block in self._content()):  # a message without an answer has an empty one
+            events += [*self._open(TextBlock()), *self._close()]
         return [*events, {"type": "message_delta", "delta": _stop(ending), "usage": self._usage()}, {"type": "message_stop"}]
+
+    def _content(self) -> list[dict[str, Any]]:
+        """Write the blocks that are whole. A stream has told a call that was cut, but without the end of its arguments."""
+        return [block.render() for block in self._ended if block.is_whole]
 
     def _message(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -143,15 +162,7 @@ def _overflow(error: ContextLengthError) -> str:
     return f"input length and `max_tokens` exceed context limit: {sizes}, decrease input length or `max_tokens` and try again"
 
 
-class _Block:
-    """The content block that is being written."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.parts: list[str] = []
-
-
 def _stop(ending: Ending) -> dict[str, Any]:
     if ending.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": ending.stop_string}
-    return {"stop_reason": {"stop": "end_turn", "length": "max_tokens"}[ending.reason], "stop_sequence": None}
+    return {"stop_reason": _STOP_REASONS[ending.reason], "stop_sequence": None}

@@ -8,11 +8,13 @@ import msgspec
 
 from ds4jax.errors import RequestError
 from ds4jax.serving.http import conversation, strict_json
+from ds4jax.serving.http.anthropic_tools import ToolChoice, ToolEntry, tool_use
 from ds4jax.serving.http.anthropic_turns import Content, Turn, read_turns
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.conversation import ConversationBody, Prompt, Served
 from ds4jax.serving.http.params import checked_stops
 from ds4jax.serving.http.thinking import Effort, resolve
+from ds4jax.serving.http.tool_use import ToolUse
 from ds4jax.serving.http.unsupported import reject_unsupported
 
 
@@ -30,6 +32,8 @@ class MessagesBody(ConversationBody, kw_only=True):
     system: Content = None
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
+    tools: list[ToolEntry] | None = None
+    tool_choice: ToolChoice | None = None
     mcp_servers: list[Any] | None = None
     container: Any = None
 
@@ -37,7 +41,8 @@ class MessagesBody(ConversationBody, kw_only=True):
 def read(data: bytes, served: Served) -> Call:
     """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault."""
     body = _decode(data)
-    prompt = _render(body, served)
+    use = tool_use(body.tools or [], body.tool_choice)
+    prompt = _render(body, served, use)
     return Call(
         endpoint="messages",
         id=new_id("msg", "_"),
@@ -46,18 +51,20 @@ def read(data: bytes, served: Served) -> Call:
         opens_reasoning=prompt.opens_reasoning,
         stop_strings=checked_stops("stop_sequences", body.stop_sequences or []),
         stream=bool(body.stream),
+        tool_use=use,
+        retries_calls=not body.stream,
     )
 
 
 def count_tokens(data: bytes, served: Served) -> tuple[str | None, int]:
     """Read a body, and return the model it names and the tokens of its prompt. Raises RequestError naming the field at fault."""
     body = _decode(data)
-    return body.model, len(_render(body, served).ids)
+    return body.model, len(_render(body, served, tool_use(body.tools or [], body.tool_choice)).ids)
 
 
 def _decode(data: bytes) -> MessagesBody:
     body = strict_json.decode(data, MessagesBody)
-    reject_unsupported(body)
+    reject_unsupported(body, honoured=("tools", "tool_choice"))
     for name, value in (("mcp_servers", body.mcp_servers), ("container", body.container)):
         if value:
             raise RequestError(f"{name}: not supported; leave it out, and run tools on the client's side", name)
@@ -66,7 +73,8 @@ def _decode(data: bytes) -> MessagesBody:
     return body
 
 
-def _render(body: MessagesBody, served: Served) -> Prompt:
+def _render(body: MessagesBody, served: Served, use: ToolUse | None) -> Prompt:
     effort = Effort("output_config.effort", body.output_config.effort if body.output_config else None)
     thinks = resolve(body, body.model, effort)
-    return conversation.render(read_turns(body.system, body.messages), served, thinks=thinks, param="messages")
+    turns = read_turns(body.system, body.messages)
+    return conversation.render(turns, served, thinks=thinks, param="messages", tool_use=use)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import msgspec
 
 from ds4jax.errors import RequestError
+from ds4jax.serving.http.tool_use import NO_IMAGE
 from ds4jax.text.chat import Message, ToolCall
 
 BILLING_HEADER = "x-anthropic-billing-header"
@@ -22,9 +22,10 @@ class Block(msgspec.Struct):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: msgspec.Raw = msgspec.Raw(b"{}")
     tool_use_id: str | None = None
     content: str | list[str | Block] | None = None
+    is_error: bool | None = None
 
 
 Content = str | list[str | Block] | None
@@ -90,7 +91,16 @@ def _result(place: str, block: Block, called: set[str]) -> Message:
     if block.tool_use_id not in called:
         at = f"{place}.tool_use_id"
         raise RequestError(f"{at}: got {block.tool_use_id!r}, which no tool_use block before it has; send the whole conversation", at)
-    return Message("tool", "".join(_texts(f"{place}.content", _blocks(block.content))), tool_call_id=block.tool_use_id)
+    text = "".join(_texts_of_result(f"{place}.content", _blocks(block.content)))
+    if block.is_error and "error" not in text.lower():  # the model has only the text to know it from, and most tools say it there
+        text = f"Error: {text}" if text else "Error"
+    return Message("tool", text, tool_call_id=block.tool_use_id)
+
+
+def _texts_of_result(place: str, blocks: Iterable[str | Block]) -> Iterator[str]:
+    """Read what a tool gave. Nobody chose that it is an image, so the model is told, and the conversation goes on."""
+    for i, block in enumerate(blocks):
+        yield NO_IMAGE if isinstance(block, Block) and block.type == "image" else _text(f"{place}[{i}]", block)
 
 
 def _assistant(place: str, blocks: Sequence[str | Block]) -> Message:
@@ -110,7 +120,10 @@ def _assistant(place: str, blocks: Sequence[str | Block]) -> Message:
 def _call(place: str, block: Block) -> ToolCall:
     if not block.id or not block.name:
         raise RequestError(f"{place}: a tool_use block needs an id and a name", place)
-    return ToolCall(block.id, block.name, msgspec.json.encode(block.input or {}).decode())
+    arguments = bytes(block.input).decode().strip()
+    if arguments != "null" and not arguments.startswith("{"):
+        raise RequestError(f"{place}.input: expected an object", f"{place}.input")
+    return ToolCall(block.id, block.name, "{}" if arguments == "null" else arguments)
 
 
 def _blocks(content: Content) -> list[str | Block]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ds4jax.errors import RequestError
-from ds4jax.serving.http.tool_use import ToolUse
+from ds4jax.serving.http.tool_use import ToolUse, settle
 from ds4jax.text.dsml import ArgumentsDelta, CallEvent, CallStart, Tool, ToolCall
 
 
@@ -42,21 +42,16 @@ class HistoryCall(msgspec.Struct):
 def tool_use(entries: Sequence[ToolEntry], choice: str | dict[str, Any] | None, *, parallel: bool) -> ToolUse | None:
     """Read `tools` and `tool_choice`; None if the reply may call nothing. Raises RequestError naming the entry at fault."""
     tools = [_tool(f"tools[{i}]", entry) for i, entry in enumerate(entries)]
-    name: str | None = None
     match choice:
-        case None | "auto" | "none" | "required":
-            pass
-        case {"type": "function", "function": {"name": str(named)}}:
-            name = named
-            if name not in [tool.name for tool in tools]:
-                raise RequestError(f"tool_choice: {name!r} is not among the tools; name one of them", "tool_choice")
+        case None:
+            return settle(tools, parallel=parallel)
+        case "auto" | "none" | "required":
+            return settle(tools, choice, parallel=parallel)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return settle(tools, name=name, parallel=parallel)
         case _:
             forms = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
             raise RequestError(f"tool_choice: expected {forms}", "tool_choice")
-    is_forced = choice == "required" or name is not None
-    if is_forced and not tools:
-        raise RequestError("tool_choice: a call is required, but there are no tools; send some", "tool_choice")
-    return ToolUse(tools, parallel, is_forced, name) if tools and choice != "none" else None
 
 
 def read_calls(place: str, calls: Sequence[HistoryCall]) -> tuple[ToolCall, ...]:

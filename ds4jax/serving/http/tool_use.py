@@ -5,9 +5,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import msgspec
+
+from ds4jax.errors import RequestError
 from ds4jax.text.dsml import DsmlParser, Tool, call_opening
 from ds4jax.text.segments import Segment
+
+NO_IMAGE = "[an image, which you cannot see: you read text alone]"
+"""Shown to the model for an image that a tool gave."""
 
 
 @dataclass(frozen=True)
@@ -32,3 +39,36 @@ class ToolUse:
     def parser(self) -> DsmlParser:
         """Make the parser of one reply."""
         return DsmlParser(lambda: self.id_prefix + uuid.uuid4().hex, parallel=self.parallel)
+
+
+def settle(
+    tools: Sequence[Tool],
+    mode: Literal["auto", "none", "required"] = "auto",
+    name: str | None = None,
+    *,
+    parallel: bool = True,
+    id_prefix: str = "call_",
+) -> ToolUse | None:
+    """Settle what a reply may call; None if nothing.
+
+    name: of the one tool that it has to call, whatever the mode. Raises RequestError if `tool_choice` asks for what is not there.
+    """
+    if name is not None and name not in [tool.name for tool in tools]:
+        raise RequestError(f"tool_choice: {name!r} is not among the tools; name one of them", "tool_choice")
+    is_forced = mode == "required" or name is not None
+    if is_forced and not tools:
+        raise RequestError("tool_choice: a call is required, but there are no tools; send some", "tool_choice")
+    return ToolUse(tools, parallel, is_forced, name, id_prefix) if tools and mode != "none" else None
+
+
+def function_tool(name: str, description: str | None, parameters: bytes | None) -> Tool:
+    """Describe a tool as the model knows tools, whatever API it came through.
+
+    parameters: the JSON text of a schema. It stays byte for byte, so that a prompt changes only when a client's text does.
+    """
+    schema: dict[str, str | msgspec.Raw] = {"name": name}
+    if description is not None:
+        schema["description"] = description
+    if parameters is not None:
+        schema["parameters"] = msgspec.Raw(parameters.strip())
+    return Tool(name, msgspec.json.encode(schema).decode())
