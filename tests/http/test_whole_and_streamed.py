@@ -18,7 +18,12 @@ from tests.http.fakes import byte_tokenizer
 
 TEXT = st.text(alphabet="ab<>/think é🙂", max_size=12)
 Events = list[dict[str, Any]]
-GROWS = {"thinking_delta": "thinking", "text_delta": "text", "signature_delta": "signature"}
+GROWS = {
+    "thinking_delta": ("thinking", "thinking"),
+    "text_delta": ("text", "text"),
+    "signature_delta": ("signature", "signature"),
+    "input_json_delta": ("partial_json", "input"),
+}
 
 
 def message_of(events: Events) -> Any:
@@ -31,12 +36,15 @@ def message_of(events: Events) -> Any:
             case "content_block_start":
                 assert not is_open and event["index"] == len(message["content"])
                 message["content"].append(event["content_block"])
+                if event["content_block"]["type"] == "tool_use":
+                    assert message["content"][-1]["input"] == {}
+                    message["content"][-1]["input"] = ""  # the text of its arguments
                 is_open = True
             case "content_block_delta":
                 assert is_open and event["index"] == len(message["content"]) - 1
-                field = GROWS[event["delta"]["type"]]
-                assert event["delta"][field]
-                message["content"][-1][field] += event["delta"][field]
+                member, field = GROWS[event["delta"]["type"]]
+                assert event["delta"][member]
+                message["content"][-1][field] += event["delta"][member]
             case "content_block_stop":
                 assert is_open and event["index"] == len(message["content"]) - 1
                 is_open = False
