@@ -7,19 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import orjson
 
 from ds4jax.errors import RequestError
 from ds4jax.serving.http import conversation, strict_json
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.conversation import ConversationBody, Served
 from ds4jax.serving.http.params import Number
-from ds4jax.serving.http.responses_input import Item, read_input
-from ds4jax.serving.http.responses_store import ResponseStore
+from ds4jax.serving.http.responses_input import Item, forms_of_results, read_input
+from ds4jax.serving.http.responses_store import ResponseStore, StoredResponse
+from ds4jax.serving.http.responses_tools import Form, ToolEntry, read_tools
 from ds4jax.serving.http.thinking import Effort, resolve
 from ds4jax.serving.http.unsupported import reject_unsupported
 from ds4jax.text.chat import Message
 
 SUMMARIES = ("auto", "concise", "detailed")
+
+_NOTHING = StoredResponse({}, ())
 
 
 class Reasoning(msgspec.Struct):
@@ -36,6 +40,12 @@ class TextConfig(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
+class EchoedTools(msgspec.Struct):
+    """The tools of a body as they were sent, for the response to repeat."""
+
+    tools: list[msgspec.Raw] | None = None
+
+
 class ResponsesBody(ConversationBody, kw_only=True):
     """The body of a responses request."""
 
@@ -46,6 +56,8 @@ class ResponsesBody(ConversationBody, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
+    tools: list[ToolEntry] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     include: list[str] | None = None
@@ -59,27 +71,30 @@ class ResponseCall(Call):
     """A checked call of this API.
 
     messages: the conversation without its instructions, for whoever continues it; echo: members of the request that a response repeats;
-    shows_reasoning: the client asked to see it; is_kept: the response may be continued by its id.
+    shows_reasoning: the client asked to see it; is_kept: the response may be continued by its id; forms: how calls are told, by the
+    name of their tool.
     """
 
     messages: tuple[Message, ...] = ()
     echo: Mapping[str, Any] = field(default_factory=dict)
     shows_reasoning: bool = False
     is_kept: bool = True
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
 
 def read(data: bytes, served: Served, store: ResponseStore) -> ResponseCall:
     """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault, and ResponseNotFoundError."""
     body = strict_json.decode(data, ResponsesBody)
-    reject_unsupported(body)
+    reject_unsupported(body, honoured=("tools", "tool_choice"))
     _reject_more(body)
     reasoning = body.reasoning or Reasoning()
     summary = _summary(reasoning)
     thinks = resolve(body, body.model, Effort("reasoning.effort", reasoning.effort, decides=True))
-    earlier = () if body.previous_response_id is None else store.get(body.previous_response_id, "previous_response_id").messages
-    messages = (*earlier, *read_input(body.input, earlier))
+    tools = read_tools(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls is not False)
+    earlier = _NOTHING if body.previous_response_id is None else store.get(body.previous_response_id, "previous_response_id")
+    messages = (*earlier.messages, *read_input(body.input, earlier.messages))
     instructions = [Message("system", body.instructions)] if body.instructions else []
-    prompt = conversation.render([*instructions, *messages], served, thinks=thinks, param="input")
+    prompt = conversation.render([*instructions, *messages], served, thinks=thinks, param="input", tool_use=tools.use)
     limit_name = "max_tokens" if body.max_output_tokens is None else "max_output_tokens"
     request = conversation.request_of(prompt, body, served, limit=(limit_name, getattr(body, limit_name)), param="input")
     is_kept = body.store is not False
@@ -91,6 +106,8 @@ def read(data: bytes, served: Served, store: ResponseStore) -> ResponseCall:
         opens_reasoning=prompt.opens_reasoning,
         stop_strings=body.stop_strings,
         stream=bool(body.stream),
+        tool_use=tools.use,
+        retries_calls=not body.stream,
         messages=messages,
         echo={
             "instructions": body.instructions,
@@ -102,13 +119,14 @@ def read(data: bytes, served: Served, store: ResponseStore) -> ResponseCall:
             "store": is_kept,
             "temperature": request.sampling.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [orjson.Fragment(bytes(tool)) for tool in msgspec.json.decode(data, type=EchoedTools).tools or []],
             "top_p": request.sampling.top_p,
             "truncation": "disabled",
         },
         shows_reasoning=summary is not None,
         is_kept=is_kept,
+        forms={**earlier.forms, **forms_of_results(body.input), **tools.forms},
     )
 
 

@@ -11,9 +11,11 @@ from ds4jax.serving.http.choice import Ending
 from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.reply_events import ReplyEvent
 from ds4jax.serving.http.responses_body import ResponseCall
+from ds4jax.serving.http.responses_calls import call_item
 from ds4jax.serving.http.responses_items import ItemEvent, ItemStatus, MessageItem, OutputItem, ReasoningItem
 from ds4jax.serving.http.responses_store import StoredResponse
 from ds4jax.text.chat import Message
+from ds4jax.text.dsml import ArgumentsDelta, CallEnd, CallEvent, CallStart
 from ds4jax.text.stream import Delta
 
 Keep = Callable[[str, StoredResponse], None]
@@ -40,8 +42,12 @@ class ResponseEvents:
         if self._n_events == 0:
             events += [self._event(f"response.{name}", {"response": self.response()}) for name in ("created", "in_progress")]
         for piece in pieces:
+            if piece.restarts:
+                self._output, self._item, self._texts = [], None, {"reasoning": [], "content": []}
             for delta in piece.deltas:
                 events += self._number(self._take(delta))
+            for call in piece.calls:
+                events += self._number(self._take_call(call))
             if piece.ending is not None:
                 events += self._number(self._finish(piece.ending))
         return events
@@ -73,10 +79,24 @@ class ResponseEvents:
             return
         kind = "reasoning" if delta.kind == "reasoning" else "message"
         if self._item is None or self._item.kind != kind:
-            yield from self._close("completed")
-            self._item = ReasoningItem(len(self._output)) if kind == "reasoning" else MessageItem(len(self._output))
-            yield from self._item.opening()
+            yield from self._open(ReasoningItem if kind == "reasoning" else MessageItem)
+        assert self._item is not None
         yield from self._item.add(delta.text)
+
+    def _take_call(self, event: CallEvent) -> Iterable[ItemEvent]:
+        match event:
+            case CallStart():
+                yield from self._open(lambda index: call_item(index, event, self._call.forms.get(event.name)))
+            case ArgumentsDelta():
+                assert self._item is not None
+                yield from self._item.add(event.text)
+            case CallEnd():
+                yield from self._close("completed")
+
+    def _open(self, make: Callable[[int], OutputItem]) -> Iterable[ItemEvent]:
+        yield from self._close("completed")
+        self._item = make(len(self._output))
+        yield from self._item.opening()
 
     def _close(self, status: ItemStatus) -> Iterable[ItemEvent]:
         if self._item is not None:
@@ -85,13 +105,11 @@ class ResponseEvents:
             self._item = None
 
     def _finish(self, ending: Ending) -> Iterable[ItemEvent]:
-        is_whole = ending.reason == "stop"
-        # Thoughts that a stop string broke off are not complete, even though the response is.
-        in_thoughts = self._item is not None and self._item.kind == "reasoning" and ending.stop_string is not None
-        yield from self._close("completed" if is_whole and not in_thoughts else "incomplete")
-        if is_whole and not any(item["type"] == "message" for item in self._output):
-            self._item = MessageItem(len(self._output))  # the answer was empty
-            yield from self._item.opening()
+        # Thoughts or a call that a stop string broke off are not complete, even though the response is.
+        is_broken = self._item is not None and self._item.kind != "message" and ending.stop_string is not None
+        yield from self._close("completed" if ending.reason == "stop" and not is_broken else "incomplete")
+        if ending.reason == "stop" and not any(item["type"] == "message" for item in self._output):
+            yield from self._open(MessageItem)  # the answer was empty
             yield from self._close("completed")
         match ending.reason:
             case "error":
@@ -102,8 +120,10 @@ class ResponseEvents:
                 self._end = {"status": "completed", "completed_at": int(time.time())}
         response = self.response()
         if self._call.is_kept and ending.reason != "error":
-            answer = Message("assistant", "".join(self._texts["content"]), reasoning="".join(self._texts["reasoning"]) or None)
-            self._keep(self._call.id, StoredResponse(response, (*self._call.messages, answer)))
+            (choice,) = self._generation.choices
+            content, reasoning = ("".join(self._texts[kind]) for kind in ("content", "reasoning"))
+            answer = Message("assistant", content, reasoning=reasoning or None, tool_calls=tuple(choice.calls))
+            self._keep(self._call.id, StoredResponse(response, (*self._call.messages, answer), self._call.forms))
         yield f"response.{self._end['status']}", {"response": response}
 
     def _number(self, events: Iterable[ItemEvent]) -> list[ReplyEvent]:

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from ds4jax.errors import RequestError
+from ds4jax.serving.http.responses_tools import Form, ToolEntry, describe, forms_of
+from ds4jax.serving.http.tool_use import NO_IMAGE
 from ds4jax.text.chat import Message, ToolCall
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -52,6 +54,7 @@ class Item(msgspec.Struct):
     input: str | None = None
     action: Any = None
     output: Any = None
+    tools: list[ToolEntry] | None = None
 
 
 def read_input(given: str | Sequence[str | Item], earlier: Sequence[Message] = ()) -> list[Message]:
@@ -64,6 +67,15 @@ def read_input(given: str | Sequence[str | Item], earlier: Sequence[Message] = (
     for i, item in enumerate(given):
         reader.take(f"input[{i}]", Item(content=item) if isinstance(item, str) else item)
     return reader.finish()
+
+
+def forms_of_results(given: str | Sequence[str | Item]) -> dict[str, Form]:
+    """Find how calls are told of the tools that searches for tools have found. Raises RequestError naming one at fault."""
+    forms: dict[str, Form] = {}
+    for i, item in enumerate([] if isinstance(given, str) else given):
+        if isinstance(item, Item):
+            forms |= forms_of(describe(f"input[{i}].tools", item.tools or []))
+    return forms
 
 
 class _Reader:
@@ -117,7 +129,10 @@ class _Reader:
             at = f"{place}.call_id"
             raise RequestError(f"{at}: got {item.call_id!r}, which no call before it has; send the whole conversation", at)
         self._flush()
-        text = item.output if isinstance(item.output, str) else _text_of_output(f"{place}.output", item.output)
+        if item.type == "tool_search_output" and item.output is None:
+            text = _found_tools(f"{place}.tools", item.tools or [])
+        else:
+            text = item.output if isinstance(item.output, str) else _text_of_output(f"{place}.output", item.output)
         self._messages.append(Message("tool", text, tool_call_id=item.call_id))
 
     def _flush(self) -> None:
@@ -139,11 +154,24 @@ def _call(place: str, item: Item) -> ToolCall:
     return ToolCall(call_id, name, arguments if isinstance(arguments, str) else _json(arguments or {}))
 
 
+def _found_tools(place: str, tools: Sequence[ToolEntry]) -> str:
+    """Describe further tools where they were found. Put among the others they would change how the prompt begins: no cache would fit."""
+    schemas = [tool.schema for tool, _ in describe(place, tools)]
+    return "\n".join(["You can call these tools too:", *schemas]) if schemas else "No tools were found."
+
+
 def _text_of_output(place: str, output: Any) -> str:
-    """Read what a tool gave: parts that are text, or any other JSON as it is."""
-    if isinstance(output, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in output):
-        return _text(place, [Part(str(part.get("type")), part["text"]) for part in output])
-    return "" if output is None else _json(output)
+    """Read what a tool gave: parts that are text or images, or any other JSON as it is."""
+    if not isinstance(output, list) or not all(map(_is_part, output)):
+        return "" if output is None else _json(output)
+    # Nobody chose that it is an image, so the model is told, and the conversation goes on.
+    return _text(
+        place, [Part(text=NO_IMAGE) if part.get("type") == "input_image" else Part(str(part.get("type")), part["text"]) for part in output]
+    )
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and (value.get("type") == "input_image" or isinstance(value.get("text"), str))
 
 
 def _text(place: str, content: Content) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds4jax.errors import RequestError
+from ds4jax.serving.http.responses_tools import Form
 from ds4jax.text.chat import Message
 
 MOST_RESPONSES = 1000
@@ -26,15 +28,21 @@ class ResponseNotFoundError(RequestError):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as its client got it, and the conversation up to and with it, without its instructions."""
+    """A response as its client got it, and the conversation up to and with it, without its instructions.
+
+    forms: of the tools that could be called, by the names that the model uses.
+    """
 
     response: dict[str, Any]
     messages: tuple[Message, ...]
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
     @property
     def n_characters(self) -> int:
         """Size, roughly. Messages that conversations share are counted for each of them."""
-        return sum(len(message.content) + len(message.reasoning or "") for message in self.messages)
+        texts = [text or "" for message in self.messages for text in (message.content, message.reasoning)]
+        texts += [call.arguments for message in self.messages for call in message.tool_calls]
+        return sum(map(len, texts)) + sum(len(tool.contents) for tool in self.response.get("tools", ()))
 
 
 class ResponseStore:
