@@ -21,29 +21,38 @@ UNUSABLE = -1  # the "token" of a row whose logits are NaN or all equal
 class RowSampling:
     """Sampling parameters of each row, packed so that a step uploads two small arrays.
 
-    number: f32 [3, B]: temperature, top_p, min_p. code: uint32 [3, B]: top_k, and the seed's low and high words.
+    number: f32 [3, B]: temperature, top_p, min_p.
+    code: uint32 [4, B]: top_k, the seed's low and high words, and whether the drawn token's log probability is wanted.
     """
 
     number: jax.Array
     code: jax.Array
 
+    @property
+    def wants_scores(self) -> jax.Array:
+        """bool [B]."""
+        return self.code[3] != 0
 
-def sample(logits: jax.Array, sampling: RowSampling, position: jax.Array) -> jax.Array:
+
+def sample(model_logits: jax.Array, sampling: RowSampling, position: jax.Array, adjusted: jax.Array | None = None) -> jax.Array:
     """Draw one token a row.
 
     Filters apply in the order top-k, top-p (of what top-k left), min-p (relative to the best token); temperature
     shapes the probabilities before all of them. temperature <= 0 takes the best token, the lowest id among equals.
 
     Args:
-        logits: [B, V] f32. position: int32 [B], the position that the drawn token will take.
+        model_logits: [B, V] f32. position: int32 [B], the position that the drawn token will take.
+        adjusted: [B, V] f32, what to draw from instead (`adjust.adjust`); -inf where a token may not be drawn.
 
     Returns:
-        int32 [B]; UNUSABLE where a row's logits are NaN or all equal.
+        int32 [B]; UNUSABLE where a row's model_logits are NaN or all equal.
     """
     temperature, top_p, min_p = sampling.number
+    best = jnp.max(model_logits, axis=-1)
+    usable = jnp.isfinite(best) & (best > jnp.min(model_logits, axis=-1))
+    logits = model_logits if adjusted is None else adjusted
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     peak = jnp.max(logits, axis=-1)
-    usable = jnp.isfinite(peak) & (peak > jnp.min(logits, axis=-1))
 
     on_gpu = jax.default_backend() == "gpu"  # which must not ask the host what to do next: no branch that depends on data
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ds4jax.serving.engine.api import Event, Finish, GenerateRequest, SamplingParams, Token
+from ds4jax.serving.engine.api import NO_ADJUSTMENTS, Adjustments, Event, Finish, GenerateRequest, SamplingParams, Token, TokenLogprobs
 from ds4jax.serving.engine.buckets import chunk_buckets, row_buckets
 from ds4jax.serving.engine.core import EngineCore, Returned
 from ds4jax.serving.engine.device import DeviceStepError, Row
@@ -39,6 +39,11 @@ def alone(request: GenerateRequest, n_ctx: int) -> list[int]:
     return out
 
 
+def logprobs_of(token: int, n_top: int) -> TokenLogprobs:
+    """What a token is reported with."""
+    return TokenLogprobs(-float(token), tuple((i, -float(i)) for i in range(n_top)))
+
+
 class FakeClock:
     """A clock that stands still unless a test moves it."""
 
@@ -62,6 +67,9 @@ class FakeHandle:
         if self.index in self.device.fail_read:
             raise self.device.fail(self.index, self.slots, self.device.fail_read[self.index])
         return list(self.sampled)
+
+    def logprobs(self, n_top: Sequence[int | None]) -> list[TokenLogprobs | None]:
+        return [None if n is None else logprobs_of(token, n) for token, n in zip(self.sampled, n_top, strict=True)]
 
     def logits(self) -> npt.NDArray[np.float32]:
         rows = np.zeros((len(self.sampled), V), np.float32)
@@ -97,6 +105,7 @@ class FakeDevice:
         self.batches: list[list[Row]] = []
         self.chunks: list[tuple[int, tuple[int, ...]]] = []
         self.cleared: list[int] = []
+        self.adjusted: dict[int, Adjustments] = {}
         self.histories: list[list[int]] = [[] for _ in range(self.n_slots)]
         self._last: list[int] = [0] * self.n_slots
         self._gate = threading.Event()
@@ -133,6 +142,11 @@ class FakeDevice:
             raise DeviceStepError("clear failed", cache_lost=False)
         self.cleared.append(slot)
         self.histories[slot] = []
+
+    def adjust(self, slot: int, request: GenerateRequest | None) -> None:
+        if slot in self.fail_clear:
+            raise DeviceStepError("adjust failed", cache_lost=False)
+        self.adjusted[slot] = NO_ADJUSTMENTS if request is None else request.adjustments
 
     def fail(self, index: int, slots: Sequence[int], cache_lost: bool) -> DeviceStepError:
         for slot in slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import SamplingParams
 from ds4jax.serving.engine.device import Row
 from ds4jax.serving.engine.local import program_directory
-from ds4jax.serving.engine.programs import Program, ProgramStore
+from ds4jax.serving.engine.programs import Program, ProgramStore, SlotState
 from ds4jax.serving.engine.runner import DeviceCache, Runner
 from tests.model.oracle import SMOOTH, TOLERANCE
 
@@ -50,24 +51,30 @@ def feed(runner: Runner, slot: int, tokens: Sequence[int]) -> np.ndarray:
     return step.logits()[0]
 
 
-def snapshot(runner: Runner) -> KVCache:
-    """Copy the cache to the host, and leave it in place."""
+def snapshot(runner: Runner) -> SlotState:
+    """Copy what the slots hold to the host, and leave it in place."""
     leaves = runner._cache.take("snapshot")
     host = [np.array(leaf) for leaf in leaves]
     runner._cache = DeviceCache(leaves)
-    return jax.tree.unflatten(jax.tree.structure(runner.shapes.abstract_cache()), host)
+    return jax.tree.unflatten(jax.tree.structure(runner.shapes.abstract_state()), host)
 
 
-def restore(runner: Runner, cache: KVCache) -> None:
-    runner._cache = DeviceCache(tuple(jax.device_put(jax.tree.leaves(cache), may_alias=False)))
+def restore(runner: Runner, state: SlotState) -> None:
+    runner._cache = DeviceCache(tuple(jax.device_put(jax.tree.leaves(state), may_alias=False)))
 
 
-def same_bits(a: KVCache, b: KVCache) -> bool:
+def one_slot(state: SlotState, slot: int) -> tuple[Any, ...]:
+    """All that a slot holds."""
+    drawing = state.adjustments
+    return export_slot(state.cache, slot), drawing.seen[slot], drawing.bias[slot], drawing.number[:, slot], drawing.since[:, slot]
+
+
+def same_bits(a: Any, b: Any) -> bool:
     return all(np.array(x).tobytes() == np.array(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def changed_slots(before: KVCache, after: KVCache) -> set[int]:
-    return {s for s in range(before.n_slot) if not same_bits(export_slot(before, s), export_slot(after, s))}
+def changed_slots(before: SlotState, after: SlotState) -> set[int]:
+    return {s for s in range(before.cache.n_slot) if not same_bits(one_slot(before, s), one_slot(after, s))}
 
 
 # ---------------------------------------------------------------- rows nobody uses
@@ -79,10 +86,11 @@ def test_a_decode_step_changes_the_slots_of_its_rows_alone(runner: Runner, slots
 
 
 def test_a_prefill_step_changes_its_slot_alone_and_no_row_past_its_tokens(runner: Runner) -> None:
-    before = snapshot(runner)
+    first = snapshot(runner)
     runner.prefill(6, TOKENS[:5], GREEDY).tokens()
-    after = snapshot(runner)
-    assert changed_slots(before, after) == {6}
+    second = snapshot(runner)
+    assert changed_slots(first, second) == {6}
+    before, after = first.cache, second.cache
     assert after.position[6] == before.position[6] + 5
     ring, n = np.asarray(after.raw.parts["x"][:, 6]), before.raw.n_row
     touched = {r for r in range(n) if (ring[:, r] != np.asarray(before.raw.parts["x"][:, 6, r])).any()}
@@ -127,14 +135,15 @@ def test_a_step_is_pure(runner: Runner) -> None:
 
 # ---------------------------------------------------------------- slots as things
 def test_a_copied_or_moved_slot_continues_bit_for_bit(runner: Runner) -> None:
-    cache = snapshot(runner)
+    state = snapshot(runner)
+    cache: KVCache = state.cache
     cache = copy_slot(jax.tree.map(jax.numpy.asarray, cache), 8, 1)
     cache = import_slot(cache, export_slot(cache, 8), 13)
-    restore(runner, cache)
+    restore(runner, dataclasses.replace(state, cache=cache))
     for _ in range(6):  # across the end of a window of 4
         logits = runner.decode([Row(s, 17, GREEDY) for s in (8, 1, 13)]).logits()
         assert logits[0].tobytes() == logits[1].tobytes() == logits[2].tobytes()
-    after = snapshot(runner)
+    after = snapshot(runner).cache
     assert same_bits(export_slot(after, 8), export_slot(after, 1)) and same_bits(export_slot(after, 8), export_slot(after, 13))
 
 
@@ -143,7 +152,7 @@ def test_a_cleared_slot_is_as_new(runner: Runner) -> None:
     after = feed(runner, 9, TOKENS[:50])
     runner.clear(2)
     assert feed(runner, 2, TOKENS[:50]).tobytes() == after.tobytes()
-    assert same_bits(export_slot(snapshot(runner), 9), export_slot(snapshot(runner), 2))
+    assert same_bits(one_slot(snapshot(runner), 9), one_slot(snapshot(runner), 2))
 
 
 # ---------------------------------------------------------------- programs

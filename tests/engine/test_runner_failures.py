@@ -136,9 +136,10 @@ def test_a_nan_ends_its_request_alone_and_its_slot_is_clean_again(runner: Runner
 def poison(runner: Runner, slot: int) -> None:
     """Put NaN into a slot's attention rows."""
     leaves = runner._cache.take("poison")
-    cache = jax.tree.unflatten(jax.tree.structure(runner.shapes.abstract_cache()), leaves)
-    raw = dataclasses.replace(cache.raw, parts={"x": cache.raw.parts["x"].at[:, slot].set(jnp.nan)})
-    runner._cache = DeviceCache(tuple(jax.tree.leaves(dataclasses.replace(cache, raw=raw))))
+    state = jax.tree.unflatten(jax.tree.structure(runner.shapes.abstract_state()), leaves)
+    raw = dataclasses.replace(state.cache.raw, parts={"x": state.cache.raw.parts["x"].at[:, slot].set(jnp.nan)})
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, raw=raw))
+    runner._cache = DeviceCache(tuple(jax.tree.leaves(state)))
 
 
 def test_a_request_that_continues_another_reuses_its_slot_and_is_exact(runner: Runner) -> None:

@@ -115,7 +115,7 @@ def test_noise_is_uniform_over_a_wide_vocabulary() -> None:
     number = jnp.asarray(np.array([[1.0], [1.0], [0.0]], np.float32) * np.ones((1, B), np.float32))
     counts = np.zeros(wide)
     for seed in (0, 1, 0xFFFFFFFF, 0x80000000):
-        code = jnp.asarray(np.array([[0], [seed], [0]], np.uint32) * np.ones((1, B), np.uint32))
+        code = jnp.asarray(np.array([[0], [seed], [0], [0]], np.uint32) * np.ones((1, B), np.uint32))
         counts += np.bincount(np.asarray(_sample(logits, RowSampling(number, code), jnp.arange(B))), minlength=wide)
     expected = 4 * B / (wide - 1)
     chi2 = float((np.square(counts[1:] - expected) / expected).sum())

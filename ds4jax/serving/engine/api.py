@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+MOST_LOGPROBS = 20  # best tokens that can be reported beside a drawn one
+MOST_BIASES = 300  # tokens of a request
+
 
 class FinishReason(StrEnum):
     """Why a request ended, as the engine knows it (stop strings and tool calls are found above it)."""
@@ -27,6 +30,7 @@ class SamplingParams:
 
     temperature <= 0 is greedy (lowest id wins ties). top_k 0, top_p 1 and min_p 0 switch those filters off.
     seed None means: the engine picks one; the same seed and the same logits give the same tokens.
+    logprobs: report every token's log probability and those of so many best tokens (0 to MOST_LOGPROBS); None reports nothing.
     """
 
     temperature: float = 1.0
@@ -34,6 +38,27 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.05
     seed: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What is done to a request's logits before a token is drawn, in vLLM's order and by its formulas.
+
+    logit_bias: (token id, what is added to its logit), each id once, at most MOST_BIASES.
+    repetition_penalty: positive logits of tokens in the prompt or the text are divided by it, negative ones multiplied.
+    frequency_penalty: taken from a token's logit for each time that it was generated; presence_penalty: taken once.
+    min_tokens: before so many tokens were generated, no stop token is drawn.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+
+
+NO_ADJUSTMENTS = Adjustments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +73,7 @@ class GenerateRequest:
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
+    adjustments: Adjustments = NO_ADJUSTMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +95,23 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of what the model itself gave a drawn token, before adjustments and temperature.
+
+    top: (id, log probability) of the best tokens, as many as were asked for, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token."""
+    """One generated token; logprobs where the request wants them."""
 
     request_id: int
     token: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

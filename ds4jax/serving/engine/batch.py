@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ds4jax.model.adjust import IN_PROMPT, IS_END, SlotAdjustments
 from ds4jax.model.sampling import RowSampling
+from ds4jax.model.scores import TOP
 from ds4jax.model.steps import DecodeBatch, PrefillBatch
-from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingParams, TokenLogprobs
 from ds4jax.serving.engine.device import Row
 
-N_CONTROL = 9  # rows of the control array: slot, n, three sampling words, three sampling numbers, token
+N_CONTROL = 10  # rows of the control array: slot, n, four sampling words, three sampling numbers, token
+MOST_TOKENS = 1 << 30  # beyond any context; keeps positions within 32 bits
 
 
 def decode_control(rows: Sequence[Row], bucket: int, n_slot: int) -> np.ndarray:
@@ -38,19 +41,43 @@ def prefill_control(slot: int, tokens: Sequence[int], sampling: SamplingParams, 
     return control
 
 
+def slot_adjustments(request: GenerateRequest | None, n_vocab: int) -> SlotAdjustments:
+    """Pack what a request asks to be done to its logits, for the one slot that it gets; None adjusts nothing."""
+    seen, bias = np.zeros((1, n_vocab), np.int32), np.zeros((1, n_vocab), np.float32)
+    number, since = np.zeros((3, 1), np.float32), np.zeros((2, 1), np.int32)
+    if request is not None and request.adjustments != NO_ADJUSTMENTS:
+        asked, n_prompt = request.adjustments, len(request.prompt)
+        number[:, 0] = asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty
+        since[:, 0] = n_prompt, n_prompt + min(asked.min_tokens, MOST_TOKENS)
+        if asked.repetition_penalty != 1.0:  # nothing else looks at the prompt, which may be long
+            seen[0, list(request.prompt)] |= IN_PROMPT
+        seen[0, list(request.stop_token_ids)] |= IS_END
+        for token, value in asked.logit_bias:
+            bias[0, token] = value
+    return SlotAdjustments(seen, bias, number, since)  # type: ignore[arg-type]
+
+
+def read_scores(row: np.ndarray, n_top: int) -> TokenLogprobs:
+    """Take one row of `scores.score` apart, int32 [1 + 2 TOP], for the n_top best tokens."""
+    number = row.view(np.float32).tolist()
+    ids = row[1 : 1 + n_top].tolist()
+    return TokenLogprobs(number[0], tuple((i, x) for i, x in zip(ids, number[1 + TOP :], strict=False) if i >= 0))
+
+
 @lru_cache(maxsize=4096)
 def _words(sampling: SamplingParams) -> tuple[int, ...]:
-    """Pack sampling parameters as six int32: three words, then three floats by their bits. Asked for at every step of a request."""
+    """Pack sampling parameters as seven int32: four words, then three floats by their bits. Asked for at every step of a request."""
     seed = sampling.seed or 0
     top_p = sampling.top_p if 0.0 < sampling.top_p <= 1.0 else 1.0
-    code = np.array([max(sampling.top_k, 0), seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
+    wants_scores = sampling.logprobs is not None
+    code = np.array([max(sampling.top_k, 0), seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, wants_scores], np.uint32)
     number = np.array([sampling.temperature, top_p, max(sampling.min_p, 0.0)], np.float32)
     return (*code.view(np.int32).tolist(), *number.view(np.int32).tolist())
 
 
 def unpack_decode(control: jax.Array) -> tuple[DecodeBatch, RowSampling]:
     """Take a decode control apart, inside a program."""
-    return DecodeBatch(control[8], control[0]), _sampling(control)
+    return DecodeBatch(control[9], control[0]), _sampling(control)
 
 
 def unpack_prefill(control: jax.Array) -> tuple[PrefillBatch, RowSampling]:
@@ -60,5 +87,5 @@ def unpack_prefill(control: jax.Array) -> tuple[PrefillBatch, RowSampling]:
 
 
 def _sampling(control: jax.Array) -> RowSampling:
-    code = jax.lax.bitcast_convert_type(control[2:5], jnp.uint32)
-    return RowSampling(jax.lax.bitcast_convert_type(control[5:8], jnp.float32), code)
+    code = jax.lax.bitcast_convert_type(control[2:6], jnp.uint32)
+    return RowSampling(jax.lax.bitcast_convert_type(control[6:9], jnp.float32), code)

@@ -36,7 +36,7 @@ from ds4jax.errors import (
 )
 from ds4jax.serving.engine.api import EngineStats, Event, FinishReason, GenerateRequest, Prefilled, Started, Token
 from ds4jax.serving.engine.buckets import nearest
-from ds4jax.serving.engine.checks import check_sampling, check_tokens
+from ds4jax.serving.engine.checks import check_adjustments, check_sampling, check_tokens
 from ds4jax.serving.engine.counters import Counters
 from ds4jax.serving.engine.device import Device, DeviceStepError
 from ds4jax.serving.engine.log import log_batch
@@ -98,6 +98,8 @@ class EngineCore:
             raise RequestError(f"max_tokens: got {request.max_tokens}, expected at least 1", "max_tokens")
         check_tokens(request.prompt, self._device.n_vocab, "prompt")
         check_sampling(request.sampling)
+        check_tokens(tuple(request.stop_token_ids), self._device.n_vocab, "stop_token_ids")
+        check_adjustments(request.adjustments, self._device.n_vocab)
         return Session(next(self._ids), n_ctx, request)
 
     def check_capacity(self, n_live: int) -> None:
@@ -212,11 +214,12 @@ class EngineCore:
         """Give a slot to a session, emptied if it holds anything else."""
         self._slots.take(choice, session)
         session.start(choice.slot, choice.n_cached)
-        if choice.must_clear:
-            try:
+        try:
+            if choice.must_clear:
                 self._device.clear(choice.slot)
-            except DeviceStepError as error:
-                self._fail_step((session,), error)
+            self._device.adjust(choice.slot, session.request)
+        except DeviceStepError as error:
+            self._fail_step((session,), error)
 
     def _launch(self, todo: Prefill | Decode) -> bool:
         """Enqueue a step and read the one before it; after a failure read all, for nothing may be built upon it."""
@@ -295,7 +298,7 @@ class EngineCore:
             reason = session.take_token(token)
             if session.n_generated > n_before:
                 self._counters.generated_tokens += 1
-                self._events.append(Token(session.id, token))
+                self._events.append(Token(session.id, token, outcome.logprobs[index]))
             if reason is not None:
                 self._finish(session, reason)
 

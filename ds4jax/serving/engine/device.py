@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.api import GenerateRequest, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,13 @@ class StepHandle(Protocol):
 
     def tokens(self) -> list[int]:
         """Wait for the step; the sampled token of each live row, -1 where its logits were NaN or all equal. Raises DeviceStepError."""
+        ...
+
+    def logprobs(self, n_top: Sequence[int | None]) -> list[TokenLogprobs | None]:
+        """Wait for the step; for each live row the log probabilities of its token and of its n_top best ones, None where n_top is.
+
+        Only rows whose sampling wants logprobs have any. Raises DeviceStepError.
+        """
         ...
 
     def logits(self) -> Any:
@@ -87,6 +94,13 @@ class Device(Protocol):
 
     def clear(self, slot: int) -> None:
         """Make a slot empty (position 0). Enqueued in order with the steps. Raises DeviceStepError."""
+        ...
+
+    def adjust(self, slot: int, request: GenerateRequest | None) -> None:
+        """Let a slot draw from now on as a request's adjustments say; None: as the logits say.
+
+        Enqueued in order with the steps. Raises DeviceStepError.
+        """
         ...
 
     @property

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from ds4jax.errors import MemoryPlanError
-from ds4jax.model.cache import init_cache
 from ds4jax.model.spec import ModelSpec, abstract_model
+from ds4jax.serving.engine.programs import init_state
 
 HEADROOM = 0.04  # of the device, left to the allocator and the runtime
 
@@ -87,7 +87,7 @@ def require_fit(plan: MemoryPlan, spec: ModelSpec) -> None:
 
 def slot_nbytes(spec: ModelSpec, n_ctx: int) -> int:
     """Bytes of one slot."""
-    one = jax.eval_shape(partial(init_cache, spec.config, 1, n_ctx, spec.kv_quant, spec.dtype))
+    one = jax.eval_shape(partial(init_state, spec, 1, n_ctx))
     return _nbytes(jax.tree.leaves(one))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ds4jax.serving.engine.api import TokenLogprobs
 from ds4jax.serving.engine.device import Device, DeviceStepError, StepHandle
 from ds4jax.serving.engine.scheduler import Decode, Prefill
 from ds4jax.serving.engine.session import Session
@@ -32,12 +33,14 @@ class Outcome:
     """What came of a launch: a token for each of its sessions (-1: unusable logits), or an error.
 
     logits: float32 [rows, V], read only where a notebook user waits for them: they are V times as large as the tokens.
+    logprobs: for each session; None where they are not wanted.
     """
 
     launch: Launch
     elapsed_us: int
     tokens: list[int]
     logits: npt.NDArray[np.float32] | None
+    logprobs: Sequence[TokenLogprobs | None] = ()
     error: DeviceStepError | None = None
 
     @property
@@ -94,9 +97,11 @@ class Pipeline:
             tokens = launch.handle.tokens()
             wanted = any(_wants_logits(session, launch) for session in launch.plan.sessions)
             logits = launch.handle.logits() if wanted else None
+            n_top = [session.sampling.logprobs for session in launch.plan.sessions]
+            logprobs = launch.handle.logprobs(n_top) if any(n is not None for n in n_top) else [None] * len(n_top)
         except DeviceStepError as error:
-            return Outcome(launch, self._clock_us() - launch.launched_us, [], None, error)
-        return Outcome(launch, self._clock_us() - launch.launched_us, tokens, logits)
+            return Outcome(launch, self._clock_us() - launch.launched_us, [], None, error=error)
+        return Outcome(launch, self._clock_us() - launch.launched_us, tokens, logits, logprobs)
 
 
 def _wants_logits(session: Session, launch: Launch) -> bool:

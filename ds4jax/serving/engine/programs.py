@@ -1,4 +1,4 @@
-"""The compiled programs of one engine: a decode step a row bucket, a prefill chunk a length bucket, and clearing a slot.
+"""The compiled programs of one engine: a decode step a row bucket, a prefill chunk a length bucket, and two that set a slot.
 
 They are compiled ahead of time from shapes alone and kept on disk as executables, so a second start compiles nothing
 and traces nothing. The name of a stored program is a hash of everything that decides it.
@@ -14,7 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,16 @@ import jax.numpy as jnp
 import jaxlib
 from jax.experimental import serialize_executable
 
+from ds4jax.model.adjust import SlotAdjustments, adjust, count_drawn, init_adjustments, set_slot
 from ds4jax.model.cache import KVCache, clear_slot, init_cache
-from ds4jax.model.sampling import sample
+from ds4jax.model.sampling import RowSampling, sample
+from ds4jax.model.scores import score
 from ds4jax.model.spec import FlatModel, ModelSpec, abstract_model
 from ds4jax.model.steps import decode_step, prefill_chunk
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.log import logger
 
-Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens) or ("clear", 0)
+Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens), ("clear", 0) or ("adjust", 0)
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,12 @@ class Shapes:
         """All programs, the ones needed first first."""
         rows = [("decode", n) for n in self.decode_buckets]
         chunks = [("prefill", n) for n in self.prefill_buckets]
-        return (("clear", 0), *chunks, *rows)
+        return (("clear", 0), ("adjust", 0), *chunks, *rows)
 
-    def abstract_cache(self) -> KVCache:
-        """Return the cache as shapes."""
-        cache: KVCache = jax.eval_shape(partial(init_cache, self.spec.config, self.n_slot, self.n_ctx, self.spec.kv_quant, self.spec.dtype))
-        return cache
+    def abstract_state(self) -> SlotState:
+        """Return what the slots hold as shapes."""
+        state: SlotState = jax.eval_shape(partial(init_state, self.spec, self.n_slot, self.n_ctx))
+        return state
 
 
 @dataclass(frozen=True)
@@ -75,46 +77,71 @@ class Program:
 
 
 # ---------------------------------------------------------------- what is compiled
-def _decode(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Sequence[Any], cache_leaves: Sequence[Any], control: jax.Array) -> Any:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotState:
+    """All that the slots hold: what their sessions have read, and how the next tokens are to be drawn."""
+
+    cache: KVCache
+    adjustments: SlotAdjustments
+
+
+def init_state(spec: ModelSpec, n_slot: int, n_ctx: int) -> SlotState:
+    """Return empty slots."""
+    return SlotState(init_cache(spec.config, n_slot, n_ctx, spec.kv_quant, spec.dtype), init_adjustments(n_slot, spec.config.n_vocab))
+
+
+def _decode(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Sequence[Any], state_leaves: Sequence[Any], control: jax.Array) -> Any:
     rows, sampling = batch.unpack_decode(control)
-    cache = jax.tree.unflatten(tree, cache_leaves)
-    logits, cache = decode_step(flat.merge(leaves), cache, rows, spec.compute)
-    return _sampled(logits, cache, rows.slot, sampling)
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    logits, cache = decode_step(flat.merge(leaves), state.cache, rows, spec.compute)
+    return _drawn(logits, SlotState(cache, state.adjustments), rows.slot, sampling)
 
 
-def _prefill(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Sequence[Any], cache_leaves: Sequence[Any], control: jax.Array) -> Any:
+def _prefill(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Sequence[Any], state_leaves: Sequence[Any], control: jax.Array) -> Any:
     rows, sampling = batch.unpack_prefill(control)
-    cache = jax.tree.unflatten(tree, cache_leaves)
-    logits, cache = prefill_chunk(flat.merge(leaves), cache, rows, spec.compute)
-    return _sampled(logits, cache, rows.slot, sampling)
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    logits, cache = prefill_chunk(flat.merge(leaves), state.cache, rows, spec.compute)
+    return _drawn(logits, SlotState(cache, state.adjustments), rows.slot, sampling)
 
 
-def _sampled(logits: jax.Array, cache: KVCache, slot: jax.Array, sampling: Any) -> Any:
+def _drawn(logits: jax.Array, state: SlotState, slot: jax.Array, sampling: RowSampling) -> Any:
     """Draw the next tokens and leave them in the cache, where the next step finds them without the host."""
-    token = sample(logits, sampling, cache.position.at[slot].get(mode="clip"))
-    leaves = jax.tree.leaves(KVCache(**{**_fields(cache), "next_token": cache.next_token.at[slot].set(token, mode="drop")}))
-    return token, logits, tuple(leaves)
+    cache, adjustments = state.cache, state.adjustments
+    position = cache.position.at[slot].get(mode="clip")
+    token = sample(logits, sampling, position, adjust(adjustments, logits, slot, position))
+    scores = score(logits, token, sampling.wants_scores)
+    cache = replace(cache, next_token=cache.next_token.at[slot].set(token, mode="drop"))
+    state = SlotState(cache, count_drawn(adjustments, slot, position, token))
+    return token, scores, logits, tuple(jax.tree.leaves(state))
 
 
-def _fields(cache: KVCache) -> dict[str, Any]:
-    return {name: getattr(cache, name) for name in cache.__dataclass_fields__}
+def _clear(tree: Any, state_leaves: Sequence[Any], slot: jax.Array) -> Any:
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    return tuple(jax.tree.leaves(replace(state, cache=clear_slot(state.cache, slot))))
 
 
-def _clear(tree: Any, cache_leaves: Sequence[Any], slot: jax.Array) -> Any:
-    return tuple(jax.tree.leaves(clear_slot(jax.tree.unflatten(tree, cache_leaves), slot)))
+def _adjust(tree: Any, state_leaves: Sequence[Any], slot: jax.Array, one: Sequence[Any]) -> Any:
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    return tuple(jax.tree.leaves(replace(state, adjustments=set_slot(state.adjustments, SlotAdjustments(*one), slot))))
 
 
 def lower(shapes: Shapes, key: Key) -> Any:
     """Trace and lower one program from shapes alone. Arguments and results are flat tuples: a stored program holds no types of ours."""
-    cache_leaves, tree = jax.tree.flatten(shapes.abstract_cache())
+    leaves, tree = jax.tree.flatten(shapes.abstract_state())
+    state_leaves = tuple(leaves)
     kind, n = key
+    slot = jax.ShapeDtypeStruct((), jnp.int32)
     if kind == "clear":
-        return jax.jit(partial(_clear, tree), donate_argnums=0).lower(tuple(cache_leaves), jax.ShapeDtypeStruct((), jnp.int32))
+        return jax.jit(partial(_clear, tree), donate_argnums=0).lower(state_leaves, slot)
+    if kind == "adjust":
+        one = tuple(jax.tree.leaves(jax.eval_shape(partial(init_adjustments, 1, shapes.spec.config.n_vocab))))
+        return jax.jit(partial(_adjust, tree), donate_argnums=0).lower(state_leaves, slot, one)
     flat = abstract_model(shapes.spec)
     function: Callable[..., Any] = _decode if kind == "decode" else _prefill
     control = (batch.N_CONTROL, n) if kind == "decode" else (batch.N_CONTROL + n,)
     jitted = jax.jit(partial(function, flat, shapes.spec, tree), donate_argnums=1)
-    return jitted.lower(tuple(flat.leaves), tuple(cache_leaves), jax.ShapeDtypeStruct(control, jnp.int32))
+    return jitted.lower(tuple(flat.leaves), state_leaves, jax.ShapeDtypeStruct(control, jnp.int32))
 
 
 # ---------------------------------------------------------------- compiling and the store on disk
@@ -183,7 +210,7 @@ def needed_first(shapes: Shapes, store: ProgramStore) -> tuple[tuple[Key, ...], 
 
     Padding makes the largest row bucket and one chunk length enough for any traffic; the other buckets only waste less.
     """
-    enough = {("clear", 0), ("prefill", shapes.prefill_buckets[0]), ("decode", shapes.decode_buckets[-1])}
+    enough = {("clear", 0), ("adjust", 0), ("prefill", shapes.prefill_buckets[0]), ("decode", shapes.decode_buckets[-1])}
     first = tuple(key for key in shapes.keys if key in enough or store.has(shapes, key))
     return first, tuple(key for key in shapes.keys if key not in first)
 

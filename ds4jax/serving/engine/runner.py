@@ -6,7 +6,7 @@ Every launch consumes (donates) the cache and returns the next one; the arrays i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,18 +14,17 @@ import jax
 import numpy as np
 
 from ds4jax.errors import StaleCacheError
-from ds4jax.model.cache import init_cache
 from ds4jax.model.model import Model
 from ds4jax.serving.engine import batch
-from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingParams, TokenLogprobs
 from ds4jax.serving.engine.buckets import nearest
 from ds4jax.serving.engine.device import DeviceStepError, Row
 from ds4jax.serving.engine.log import logger
-from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all, needed_first
+from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all, init_state, needed_first
 
 
 class DeviceCache:
-    """The cache's leaves, usable once: whoever takes them for a step names it, and a second taker is told by whom."""
+    """The leaves of all that the slots hold, usable once: whoever takes them for a step names it, and a second taker is told by whom."""
 
     def __init__(self, leaves: tuple[jax.Array, ...]) -> None:
         self._leaves: tuple[jax.Array, ...] | None = leaves
@@ -42,12 +41,21 @@ class DeviceCache:
 class Step:
     """Result of one launch (`device.StepHandle`)."""
 
-    def __init__(self, runner: Runner, tokens: jax.Array, logits: jax.Array, n_row: int) -> None:
-        self._runner, self._tokens, self._logits, self._n_row = runner, tokens, logits, n_row
+    def __init__(self, runner: Runner, tokens: jax.Array, scores: jax.Array, logits: jax.Array, n_row: int) -> None:
+        self._runner, self._tokens, self._scores, self._logits, self._n_row = runner, tokens, scores, logits, n_row
+
+    def expect_logprobs(self, samplings: Iterable[SamplingParams]) -> None:
+        """Start their copy to the host if any row wants them."""
+        if any(sampling.logprobs is not None for sampling in samplings):
+            self._scores.copy_to_host_async()
 
     def tokens(self) -> list[int]:
         """Wait for the sampled tokens; -1 (`sampling.UNUSABLE`) where a row's logits were."""
         return [int(token) for token in self._read(self._tokens)]
+
+    def logprobs(self, n_top: Sequence[int | None]) -> list[TokenLogprobs | None]:
+        """Wait for the log probabilities of each live row that wants them, with those of its n_top best tokens."""
+        return [None if n is None else batch.read_scores(row, n) for row, n in zip(self._read(self._scores), n_top, strict=True)]
 
     def logits(self) -> np.ndarray:
         """Wait for the logits: float32 [live rows, V]."""
@@ -125,19 +133,35 @@ class Runner:
     def decode(self, rows: Sequence[Row]) -> Step:
         """Enqueue one decode step; see `Device.decode`."""
         bucket = nearest(self.decode_buckets, len(rows))
-        return self._launch(("decode", bucket), batch.decode_control(rows, bucket, self.n_slots), len(rows))
+        step = self._launch(("decode", bucket), batch.decode_control(rows, bucket, self.n_slots), len(rows))
+        step.expect_logprobs(row.sampling for row in rows)
+        return step
 
     def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> Step:
         """Enqueue one prefill chunk; see `Device.prefill`."""
         bucket = nearest(self.prefill_buckets, len(tokens))
-        return self._launch(("prefill", bucket), batch.prefill_control(slot, tokens, sampling, bucket), 1)
+        step = self._launch(("prefill", bucket), batch.prefill_control(slot, tokens, sampling, bucket), 1)
+        step.expect_logprobs([sampling])
+        return step
 
     def clear(self, slot: int) -> None:
         """Enqueue the clearing of a slot."""
-        program = self._program(("clear", 0))
+        self._set_slot(("clear", 0), slot)
+
+    def adjust(self, slot: int, request: GenerateRequest | None) -> None:
+        """Enqueue what a request asks to be done to its logits; see `Device.adjust`. Nothing is enqueued where nothing was and is asked."""
+        asks = request is not None and request.adjustments != NO_ADJUSTMENTS
+        if not asks and slot not in self._adjusted:
+            return
+        one = batch.slot_adjustments(request, self.n_vocab)
+        self._set_slot(("adjust", 0), slot, (one.seen, one.bias, one.number, one.since))
+        (self._adjusted.add if asks else self._adjusted.discard)(slot)
+
+    def _set_slot(self, key: Key, slot: int, *what: Any) -> None:
+        program = self._program(key)
         leaves = self._cache.take(program.name)
         try:
-            self._cache = DeviceCache(program.executable(leaves, np.int32(slot)))
+            self._cache = DeviceCache(program.executable(leaves, np.int32(slot), *what))
         except Exception as error:
             raise self._recover(error, leaves) from error
 
@@ -145,13 +169,13 @@ class Runner:
         program = self._program(key)
         leaves = self._cache.take(program.name)
         try:
-            tokens, logits, out = program.executable(self.model.flat.leaves, leaves, control)
+            tokens, scores, logits, out = program.executable(self.model.flat.leaves, leaves, control)
         except Exception as error:
             raise self._recover(error, leaves) from error
         self._cache = DeviceCache(out)
         # Starts the copy now: by the time the tokens are asked for they are usually here.
         tokens.copy_to_host_async()
-        return Step(self, tokens, logits, n_row)
+        return Step(self, tokens, scores, logits, n_row)
 
     def _adopt(self, program: Program) -> None:
         """Let a program join. Assignments only, the buckets last: the engine's thread may read them at any moment."""
@@ -196,8 +220,8 @@ class Runner:
     def _new_cache(self) -> DeviceCache:
         with contextlib.suppress(AttributeError):
             del self._cache  # the old arrays go first: there may be no room for both
-        make = init_cache(self.model.config, self.n_slots, self.n_ctx, self.model.spec.kv_quant, self.model.spec.dtype)
-        return DeviceCache(tuple(jax.tree.leaves(make)))
+        self._adjusted: set[int] = set()
+        return DeviceCache(tuple(jax.tree.leaves(init_state(self.model.spec, self.n_slots, self.n_ctx))))
 
     def _warm_up(self) -> None:
         """Run every program once with rows that touch no slot (they come from the same constructor as real ones)."""
@@ -209,5 +233,7 @@ class Runner:
         for bucket in self.decode_buckets:
             last = self._launch(("decode", bucket), batch.decode_control([Row(outside, 0, sampling)], bucket, outside), 1)
         self.clear(0)
+        self._adjusted.add(0)
+        self.adjust(0, None)
         if last is not None:
             last.tokens()
