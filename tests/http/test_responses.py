@@ -312,7 +312,7 @@ async def test_what_is_not_to_be_stored_is_not(make_app: MakeApp) -> None:
 
 # ------------------------------------------------------------ the store
 def stored(text: str) -> StoredResponse:
-    return StoredResponse({}, (Message("user", text),))
+    return StoredResponse(b"", (Message("user", text),))
 
 
 def test_the_oldest_responses_go_first() -> None:

@@ -70,21 +70,34 @@ def response_of(events: Events) -> Any:
             case "output_item.added":
                 assert index == len(texts) == len(done), "one item at a time"
                 texts[index] = ""
-            case "output_text.delta" | "reasoning_summary_text.delta":
+            case "output_text.delta" | "reasoning_summary_text.delta" | "function_call_arguments.delta" | "custom_tool_call_input.delta":
                 texts[index] += event["delta"]
-            case "output_text.done" | "reasoning_summary_text.done":
-                assert event["text"] == texts[index]
+            case "output_text.done" | "reasoning_summary_text.done" | "function_call_arguments.done" | "custom_tool_call_input.done":
+                assert next(event[name] for name in ("text", "arguments", "input") if name in event) == texts[index]
             case "output_item.done":
                 done.append(event["item"])
     assert response["output"] == done
-    assert [(item.get("content") or item.get("summary"))[0]["text"] for item in done] == list(texts.values())
+    assert [text_of(item) for item in done] == list(texts.values())
     return response
+
+
+def text_of(item: dict[str, Any]) -> Any:
+    """Read what is told of an item in deltas; of searches, nothing is."""
+    match item["type"]:
+        case "message" | "reasoning":
+            return (item.get("content") or item.get("summary"))[0]["text"]  # type: ignore[index]
+        case "function_call":
+            return item["arguments"]
+        case "custom_tool_call":
+            return item["input"]
+        case _:
+            return ""
 
 
 def without_ids(value: Any) -> Any:
     """Drop what differs between any two replies."""
     if isinstance(value, dict):
-        return {k: without_ids(v) for k, v in value.items() if k not in ("id", "signature", "created_at", "completed_at")}
+        return {k: without_ids(v) for k, v in value.items() if k not in ("id", "call_id", "signature", "created_at", "completed_at")}
     return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import orjson
 from quart import Blueprint, Response
 
 from ds4jax.serving.http import reply_events, responses_body, sse
@@ -32,7 +33,7 @@ def blueprint(edge: Edge) -> Blueprint:
 
     @routes.get("/v1/responses/<response_id>")
     async def retrieve(response_id: str) -> Response:
-        return json_response(store.get(response_id, "response_id").response)
+        return json_response(orjson.Fragment(store.get(response_id, "response_id").response))
 
     @routes.delete("/v1/responses/<response_id>")
     async def delete(response_id: str) -> Response:

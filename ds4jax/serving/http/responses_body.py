@@ -23,7 +23,7 @@ from ds4jax.text.chat import Message
 
 SUMMARIES = ("auto", "concise", "detailed")
 
-_NOTHING = StoredResponse({}, ())
+_NOTHING = StoredResponse(b"", ())
 
 
 class Reasoning(msgspec.Struct):

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import orjson
+
 from ds4jax.serving.http import sse
 from ds4jax.serving.http.choice import Ending
 from ds4jax.serving.http.generation import Generation, Piece
@@ -123,7 +125,7 @@ class ResponseEvents:
             (choice,) = self._generation.choices
             content, reasoning = ("".join(self._texts[kind]) for kind in ("content", "reasoning"))
             answer = Message("assistant", content, reasoning=reasoning or None, tool_calls=tuple(choice.calls))
-            self._keep(self._call.id, StoredResponse(response, (*self._call.messages, answer), self._call.forms))
+            self._keep(self._call.id, StoredResponse(orjson.dumps(response), (*self._call.messages, answer), self._call.forms))
         yield f"response.{self._end['status']}", {"response": response}
 
     def _number(self, events: Iterable[ItemEvent]) -> list[ReplyEvent]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ds4jax.errors import RequestError
 from ds4jax.serving.http.responses_tools import Form
@@ -28,12 +27,12 @@ class ResponseNotFoundError(RequestError):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as its client got it, and the conversation up to and with it, without its instructions.
+    """A response as the JSON text that its client got, and the conversation up to and with it, without its instructions.
 
     forms: of the tools that could be called, by the names that the model uses.
     """
 
-    response: dict[str, Any]
+    response: bytes
     messages: tuple[Message, ...]
     forms: Mapping[str, Form] = field(default_factory=dict)
 
@@ -42,7 +41,7 @@ class StoredResponse:
         """Size, roughly. Messages that conversations share are counted for each of them."""
         texts = [text or "" for message in self.messages for text in (message.content, message.reasoning)]
         texts += [call.arguments for message in self.messages for call in message.tool_calls]
-        return sum(map(len, texts)) + sum(len(tool.contents) for tool in self.response.get("tools", ()))
+        return len(self.response) + sum(map(len, texts))
 
 
 class ResponseStore:
