@@ -170,14 +170,15 @@ class TextStream:
         """Whether the next token still belongs to the reasoning."""
         return self._splitter.in_reasoning
 
-    def feed(self, token: bytes) -> list[Delta]:
+    def feed(self, token: bytes, *, may_stop: bool = True) -> list[Delta]:
         """Take the bytes of one token or of several; return what can be sent: at most one delta of a kind, none empty.
 
-        Calls are had from `take_calls`.
+        may_stop: whether stop strings count; a text that must be longer feeds its first tokens without. Calls are had from `take_calls`.
         """
         if self.stop_hit is not None:
             return []
-        safe, hit = self._stops.feed(self._decoder.feed(token))
+        text = self._decoder.feed(token)
+        safe, hit = self._stops.feed(text) if may_stop else (text, None)
         pieces = self._read(safe)
         # After a stop string nothing can follow, so half a tag before it is text.
         return _join_kinds(pieces if hit is None else pieces + self._end(whole=False))

@@ -67,7 +67,8 @@ class Choice:
                 self.n_generated += 1
                 self.n_reasoning += self._text.in_reasoning
                 self._tokens.append(event.token)
-                deltas = self._text.feed(self._tokenizer.token_bytes(event.token))
+                may_stop = len(self._tokens) > self._request.adjustments.min_tokens
+                deltas = self._text.feed(self._tokenizer.token_bytes(event.token), may_stop=may_stop)
             case Finish():
                 deltas = self._text.finish(whole=event.reason is FinishReason.STOP)
         calls = self._text.take_calls()

@@ -74,11 +74,13 @@ def request_of(prompt: Prompt, body: CommonBody, served: Served, *, limit: tuple
     # Without thinking the think tags end a reply too: it must not contain them.
     tags = () if prompt.thinks else (tokenizer.think_id, tokenizer.end_think_id)
     name, asked = limit
+    max_tokens = completion_limit(
+        name, asked, n_prompt=len(prompt.ids), n_ctx=served.n_ctx, default=served.config.default_max_tokens, param=param
+    )
     return GenerateRequest(
         prompt=prompt.ids,
-        max_tokens=completion_limit(
-            name, asked, n_prompt=len(prompt.ids), n_ctx=served.n_ctx, default=served.config.default_max_tokens, param=param
-        ),
+        max_tokens=max_tokens,
         sampling=body.sampling(),
-        stop_token_ids=body.stop_tokens(tokenizer.eos_id, *tags),
+        stop_token_ids=body.stop_tokens(tokenizer, tokenizer.eos_id, *tags),
+        adjustments=body.adjustments(tokenizer, max_tokens),
     )

@@ -27,18 +27,13 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
     """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault."""
     body = strict_json.decode(data, CompletionBody)
     reject_unsupported(body)
-    sampling = body.sampling()
-    requests = [
-        GenerateRequest(
-            prompt=ids,
-            max_tokens=completion_limit(
-                "max_tokens", body.max_tokens, n_prompt=len(ids), n_ctx=n_ctx, default=config.default_max_tokens, param="prompt"
-            ),
-            sampling=sampling,
-            stop_token_ids=body.stop_tokens(tokenizer.eos_id),
+    sampling, stop_token_ids = body.sampling(), body.stop_tokens(tokenizer, tokenizer.eos_id)
+    requests = []
+    for ids in _prompts(body.prompt, tokenizer, n_ctx):
+        max_tokens = completion_limit(
+            "max_tokens", body.max_tokens, n_prompt=len(ids), n_ctx=n_ctx, default=config.default_max_tokens, param="prompt"
         )
-        for ids in _prompts(body.prompt, tokenizer, n_ctx)
-    ]
+        requests.append(GenerateRequest(ids, max_tokens, sampling, stop_token_ids, body.adjustments(tokenizer, max_tokens)))
     return Call(
         endpoint="completions",
         id=new_id("cmpl"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from ds4jax.errors import ContextLengthError, RequestError
-from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.api import MOST_BIASES, Adjustments, SamplingParams
+from ds4jax.serving.http.prompts import check_ids
 from ds4jax.serving.http.unsupported import UnsupportedFields
+from ds4jax.text.tokenizer import Tokenizer
 
 Number = int | float
 N = TypeVar("N", int, float)
@@ -43,7 +46,13 @@ class CommonBody(UnsupportedFields):
     min_p: Number | None = None
     seed: Number | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -55,9 +64,27 @@ class CommonBody(UnsupportedFields):
         """The stop strings; empty ones can end nothing and are dropped."""
         return checked_stops("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
 
-    def stop_tokens(self, *ids: int | None) -> frozenset[int]:
-        """Collect the token ids that end a completion: those the vocabulary has, or none at all with `ignore_eos`."""
-        return frozenset() if self.ignore_eos else frozenset(i for i in ids if i is not None)
+    def stop_tokens(self, tokenizer: Tokenizer, *ids: int | None) -> frozenset[int]:
+        """Collect the token ids that end a completion: of `ids` those the vocabulary has, or none with `ignore_eos`; and the client's own.
+
+        Raises RequestError naming one that is no token.
+        """
+        asked = self.stop_token_ids or []
+        check_ids(asked, "stop_token_ids", tokenizer)
+        return frozenset(asked) | (frozenset() if self.ignore_eos else frozenset(i for i in ids if i is not None))
+
+    def adjustments(self, tokenizer: Tokenizer, max_tokens: int | None) -> Adjustments:
+        """Read what is to be done to the logits before tokens are drawn. Raises RequestError naming a field that is out of range.
+
+        max_tokens: of the completion, which a minimum may not exceed.
+        """
+        return Adjustments(
+            logit_bias=_biases(self.logit_bias or {}, tokenizer),
+            repetition_penalty=_number("repetition_penalty", self.repetition_penalty, 1.0, least=0.01, most=100),
+            frequency_penalty=_number("frequency_penalty", self.frequency_penalty, 0.0, least=-2, most=2),
+            presence_penalty=_number("presence_penalty", self.presence_penalty, 0.0, least=-2, most=2),
+            min_tokens=_whole("min_tokens", self.min_tokens, 0, least=0, most=max_tokens),
+        )
 
     def sampling(self) -> SamplingParams:
         """Read the sampling fields. Raises RequestError naming one that is out of range."""
@@ -95,6 +122,19 @@ def completion_limit(name: str, asked: Number | None, *, n_prompt: int, n_ctx: i
     if n_prompt + (1 if n_completion is None else n_completion) > n_ctx:
         raise ContextLengthError(n_ctx, n_prompt, n_completion, param)
     return min(default, n_ctx - n_prompt) if n_completion is None else n_completion
+
+
+def _biases(asked: Mapping[str, Number], tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Read `logit_bias`, whose keys are token ids in strings. Biases of zero are dropped."""
+    if len(asked) > MOST_BIASES:
+        raise RequestError(f"logit_bias: got {len(asked)} tokens, expected at most {MOST_BIASES}", "logit_bias")
+    biases = {}
+    for key, value in asked.items():
+        if re.fullmatch("[0-9]{1,9}", key) is None or int(key) >= tokenizer.n_vocab:
+            text = f"logit_bias: got the key {key[:20]!r}, expected a token id in a string, 0 to {tokenizer.n_vocab - 1}"
+            raise RequestError(text, "logit_bias")
+        biases[int(key)] = _number("logit_bias", value, 0.0, least=-100, most=100)
+    return tuple((token, bias) for token, bias in biases.items() if bias)
 
 
 def _number(name: str, value: Number | None, default: float, *, least: float, most: float | None = None) -> float:

@@ -16,10 +16,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (False,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "functions": ([],),
@@ -38,8 +34,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "stop_token_ids": ([],),
-    "min_tokens": (0,),
 }
 
 if TYPE_CHECKING:
