@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from ds4jax.config import ServerConfig
 from ds4jax.serving.http.app import create_app
+from ds4jax.serving.http.responses_thoughts import HiddenThoughts
 from ds4jax.serving.http.tool_use import NO_IMAGE
+from ds4jax.text.chat import Message
 from tests.http.conftest import MakeApp, MakeEngine, MakeServer
 from tests.http.fakes import END_THINK_ID, EOS_ID, byte_tokenizer
 from tests.http.test_responses import RESPONSES, SUMMARY, async_client, events, post, sync_client
@@ -357,6 +360,54 @@ def test_the_official_client_runs_tools(make_server: MakeServer, make_engine: Ma
     assert final.output_text == "Rain."
     prompt = [*engine.requests[1].prompt, *tokens_of(written)]
     assert list(engine.requests[2].prompt[: len(prompt)]) == prompt, "the cache of the slot fits"
+
+
+def test_thoughts_that_were_not_shown_are_not_lost(make_server: MakeServer, make_engine: MakeEngine) -> None:
+    """Agents keep conversations themselves, and many never ask to see thoughts."""
+    turns = [f"hm</think>Ok{block(CALL)}", "so</think>Rain.", "er</think>Bye."]
+    engine = make_engine(script=says(*turns, *turns))
+    server = make_server(engine)
+    with sync_client(server) as client:
+
+        def ask(history: list[Any], **fields: Any) -> list[Any]:
+            reply = client.responses.create(model="m", input=history, tools=TOOLS, store=False, **fields)
+            return [item.to_dict() for item in reply.output if item.type != "reasoning"]
+
+        history: list[Any] = [{"role": "user", "content": "weather?"}]
+        history += ask(history)
+        history.append({"type": "function_call_output", "call_id": history[-1]["call_id"], "output": "rain"})
+        history += ask(history)
+        history.append({"role": "user", "content": "bye"})
+        ask(history)
+        first, _, last = (request.prompt for request in engine.requests.values())
+        assert prompt_text(engine.requests[3]).count("<think>") == 3
+        written = [*first, *tokens_of(turns[0])]
+        assert list(last[: len(written)]) == written and "<think>so</think>Rain." in prompt_text(engine.requests[3])
+        # What a client has changed, or was shown and does not send, is left as it is.
+        engine.script = says("</think>x", turns[0], "</think>x")
+        history[0]["content"] = "weather!"
+        ask(history)
+        assert prompt_text(engine.requests[4]).count("<think></think>") == 2
+        shown = [{"role": "user", "content": "rain?"}]
+        shown += ask(shown, reasoning={"summary": "auto"})
+        ask([*shown, {"type": "function_call_output", "call_id": shown[-1]["call_id"], "output": "rain"}])
+        assert "<think></think>Ok" in prompt_text(engine.requests[6])
+
+
+def test_the_oldest_thoughts_go_first() -> None:
+    hidden = HiddenThoughts(most_characters=10)
+    turns = [[Message("user", name), Message("assistant", "x", reasoning="12345")] for name in "abc"]
+    asked = [[turn[0], replace(turn[1], reasoning=None)] for turn in turns]
+    hidden.remember("be", turns[0])
+    hidden.remember("be", turns[1])
+    hidden.remember("be", turns[0])  # twice is once
+    assert hidden.recall("be", asked[1]) == turns[1]
+    assert hidden.recall("be", asked[0]) == turns[0]
+    hidden.remember("be", turns[2])
+    assert [hidden.recall("be", turn) == whole for turn, whole in zip(asked, turns, strict=True)] == [True, False, True]
+    hidden.remember("be", [Message("user", "d"), Message("assistant", "x")])
+    assert hidden.recall("be", [*asked[2], *asked[0]]) == [*turns[2], *asked[0]], "it depends on all that stands before"
+    assert hidden.recall(None, asked[0]) == asked[0], "and on the instructions"
 
 
 def test_the_official_client_continues_a_stored_response(make_server: MakeServer, make_engine: MakeEngine) -> None:

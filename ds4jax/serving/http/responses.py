@@ -11,21 +11,28 @@ from ds4jax.serving.http import reply_events, responses_body, sse
 from ds4jax.serving.http.edge import Edge, json_response
 from ds4jax.serving.http.responses_body import ResponseCall
 from ds4jax.serving.http.responses_events import ResponseEvents
-from ds4jax.serving.http.responses_store import ResponseStore
+from ds4jax.serving.http.responses_store import ResponseStore, StoredResponse
+from ds4jax.serving.http.responses_thoughts import HiddenThoughts
 
 
 def blueprint(edge: Edge) -> Blueprint:
-    """Build the routes over one edge; they share a store of finished responses."""
+    """Build the routes over one edge; they share a store of finished responses, and the thoughts that were not shown."""
     routes = Blueprint("responses", __name__)
-    store = ResponseStore()
+    store, hidden = ResponseStore(), HiddenThoughts()
 
     def read(data: bytes) -> ResponseCall:
-        return responses_body.read(data, edge.served, store)
+        return responses_body.read(data, edge.served, store, hidden)
+
+    def keep(call: ResponseCall, ended: StoredResponse) -> None:
+        if call.is_kept:
+            store.put(call.id, ended)
+        if not call.shows_reasoning:
+            hidden.remember(call.instructions, ended.messages)
 
     @routes.post("/v1/responses")
     async def create() -> Response:
         generation = await edge.start(read)
-        writer = ResponseEvents(generation, cast(ResponseCall, generation.call), store.put)
+        writer = ResponseEvents(generation, cast(ResponseCall, generation.call), keep)
         if generation.call.stream:
             return sse.response(reply_events.stream(generation, writer, edge.config.keepalive_s))
         await reply_events.complete(generation, writer, edge.config.keepalive_s)

@@ -16,6 +16,7 @@ from ds4jax.serving.http.conversation import ConversationBody, Served
 from ds4jax.serving.http.params import Number
 from ds4jax.serving.http.responses_input import Item, forms_of_results, read_input
 from ds4jax.serving.http.responses_store import ResponseStore, StoredResponse
+from ds4jax.serving.http.responses_thoughts import HiddenThoughts
 from ds4jax.serving.http.responses_tools import Form, ToolEntry, read_tools
 from ds4jax.serving.http.thinking import Effort, resolve
 from ds4jax.serving.http.unsupported import reject_unsupported
@@ -80,9 +81,10 @@ class ResponseCall(Call):
     shows_reasoning: bool = False
     is_kept: bool = True
     forms: Mapping[str, Form] = field(default_factory=dict)
+    instructions: str | None = None
 
 
-def read(data: bytes, served: Served, store: ResponseStore) -> ResponseCall:
+def read(data: bytes, served: Served, store: ResponseStore, hidden: HiddenThoughts) -> ResponseCall:
     """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault, and ResponseNotFoundError."""
     body = strict_json.decode(data, ResponsesBody)
     reject_unsupported(body, honoured=("tools", "tool_choice"))
@@ -92,7 +94,7 @@ def read(data: bytes, served: Served, store: ResponseStore) -> ResponseCall:
     thinks = resolve(body, body.model, Effort("reasoning.effort", reasoning.effort, decides=True))
     tools = read_tools(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls is not False)
     earlier = _NOTHING if body.previous_response_id is None else store.get(body.previous_response_id, "previous_response_id")
-    messages = (*earlier.messages, *read_input(body.input, earlier.messages))
+    messages = tuple(hidden.recall(body.instructions, [*earlier.messages, *read_input(body.input, earlier.messages)]))
     instructions = [Message("system", body.instructions)] if body.instructions else []
     prompt = conversation.render([*instructions, *messages], served, thinks=thinks, param="input", tool_use=tools.use)
     limit_name = "max_tokens" if body.max_output_tokens is None else "max_output_tokens"
@@ -127,6 +129,7 @@ def read(data: bytes, served: Served, store: ResponseStore) -> ResponseCall:
         shows_reasoning=summary is not None,
         is_kept=is_kept,
         forms={**earlier.forms, **forms_of_results(body.input), **tools.forms},
+        instructions=body.instructions,
     )
 
 

@@ -20,13 +20,13 @@ from ds4jax.text.chat import Message
 from ds4jax.text.dsml import ArgumentsDelta, CallEnd, CallEvent, CallStart
 from ds4jax.text.stream import Delta
 
-Keep = Callable[[str, StoredResponse], None]
+Keep = Callable[[ResponseCall, StoredResponse], None]
 
 
 class ResponseEvents:
     """The events of one reply, and the response itself as far as it has come.
 
-    keep: takes the response once it has ended well, if its client did not ask for the contrary.
+    keep: takes the response once it has ended well.
     """
 
     def __init__(self, generation: Generation, call: ResponseCall, keep: Keep) -> None:
@@ -121,11 +121,11 @@ class ResponseEvents:
             case _:
                 self._end = {"status": "completed", "completed_at": int(time.time())}
         response = self.response()
-        if self._call.is_kept and ending.reason != "error":
+        if ending.reason != "error":
             (choice,) = self._generation.choices
             content, reasoning = ("".join(self._texts[kind]) for kind in ("content", "reasoning"))
             answer = Message("assistant", content, reasoning=reasoning or None, tool_calls=tuple(choice.calls))
-            self._keep(self._call.id, StoredResponse(orjson.dumps(response), (*self._call.messages, answer), self._call.forms))
+            self._keep(self._call, StoredResponse(orjson.dumps(response), (*self._call.messages, answer), self._call.forms))
         yield f"response.{self._end['status']}", {"response": response}
 
     def _number(self, events: Iterable[ItemEvent]) -> list[ReplyEvent]:
