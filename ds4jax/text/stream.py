@@ -42,6 +42,11 @@ class Utf8Decoder:
         """Decode what is whole by now; bytes that are no UTF-8 become U+FFFD."""
         return self._decoder.decode(data)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a character is incomplete."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """End the input: an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
@@ -61,6 +66,11 @@ class StopStrings:
         self._pattern = re.compile("|".join(map(re.escape, self._stops)) or "(?!)")
         self._held = ""
         self.hit: str | None = None
+
+    @property
+    def n_held(self) -> int:
+        """Characters held back."""
+        return len(self._held)
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Return the text that is safe to send, and the stop string once it is certain. After a hit no text is safe."""
@@ -104,6 +114,11 @@ class ReasoningSplitter:
         self._at_start = thinking
         self._held = ""
         self.in_reasoning = thinking
+
+    @property
+    def n_held(self) -> int:
+        """Characters held back."""
+        return len(self._held)
 
     def feed(self, text: str) -> list[tuple[Kind, str]]:
         """Return the pieces that are certain by now, none of them empty."""
@@ -153,6 +168,8 @@ class TextStream:
         self._calls: list[CallEvent] = []
         self.rejected: str | None = None
         """Why what looked like calls, outside the reasoning, was none."""
+        self.n_characters = 0
+        """Whole characters of the tokens fed, whatever became of them."""
         self._read(opening)
 
     @property
@@ -170,6 +187,16 @@ class TextStream:
         """Whether the next token still belongs to the reasoning."""
         return self._splitter.in_reasoning
 
+    @property
+    def is_inside_character(self) -> bool:
+        """Whether the last token has left a character incomplete."""
+        return self._decoder.is_inside
+
+    @property
+    def n_settled(self) -> int:
+        """Of n_characters those in front, of which nothing is held back any more: they were sent, or are known not to be text."""
+        return self.n_characters - self._stops.n_held - self._splitter.n_held - (self._tools.n_held if self._tools else 0)
+
     def feed(self, token: bytes, *, may_stop: bool = True) -> list[Delta]:
         """Take the bytes of one token or of several; return what can be sent: at most one delta of a kind, none empty.
 
@@ -178,6 +205,7 @@ class TextStream:
         if self.stop_hit is not None:
             return []
         text = self._decoder.feed(token)
+        self.n_characters += len(text)
         safe, hit = self._stops.feed(text) if may_stop else (text, None)
         pieces = self._read(safe)
         # After a stop string nothing can follow, so half a tag before it is text.

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ds4jax.errors import EngineStoppedError, QueueFullError
-from ds4jax.serving.engine.api import EngineStats, Event, Finish, FinishReason, GenerateRequest, Prefilled, Sink, Started, Token
+from ds4jax.serving.engine.api import (
+    EngineStats,
+    Event,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Prefilled,
+    Sink,
+    Started,
+    Token,
+    TokenLogprobs,
+)
 from ds4jax.text.bpe import BYTE_OF_LETTER
 from ds4jax.text.special import ASSISTANT, BOS, DSML, END_THINK, EOS, THINK, USER
 from ds4jax.text.tokenizer import Tokenizer
@@ -33,6 +45,11 @@ def echo(request: GenerateRequest) -> list[int]:
     turn = [i for i, token in enumerate(prompt) if token in (BOS_ID, USER_ID)]
     text = [token for token in prompt[turn[-1] + 1 if turn else 0 :] if token < 256]
     return [*(b"hm" if thinks else b""), *([END_THINK_ID] if thinks else []), *text, EOS_ID]
+
+
+def logprobs_of(token: int, n_top: int) -> TokenLogprobs:
+    """What the engine reports of a token; one of the best tokens has no probability at all."""
+    return TokenLogprobs(-token / 100, tuple(((token + i) % 256, -math.inf if i == 2 else -token / 100 - i) for i in range(n_top)))
 
 
 @dataclass
@@ -167,7 +184,8 @@ class EchoEngine:
                 self._running.remove(run)
                 events.append(self._finish(run, ended, "batched decode failed: scripted" if ended is FinishReason.ERROR else None))
             elif self.gate is None or self.gate.acquire(blocking=False):
-                events.append((run.sink, Token(run.id, run.tokens[run.n_sent])))
+                token, n_top = run.tokens[run.n_sent], run.request.sampling.logprobs
+                events.append((run.sink, Token(run.id, token, None if n_top is None else logprobs_of(token, n_top))))
                 run.n_sent += 1
         return events
 

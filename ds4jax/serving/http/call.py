@@ -15,7 +15,8 @@ from ds4jax.serving.http.tool_use import ToolUse
 class Call:
     """A checked API call.
 
-    id: as the client sees it; model: as the client named it; requests: one for each choice of the reply;
+    id: as the client sees it; model: as the client named it; requests: one for each choice of the reply; n: how many choices in a row
+    answer the same prompt;
     opens_reasoning: the prompt ends inside `<think>`; stop_strings: found above the engine, in the text; tool_use: None if the reply may
     call no tools; retries_calls: whoever words the reply can start anew once, if the model wrote a call that cannot be read.
     """
@@ -30,6 +31,12 @@ class Call:
     include_usage: bool = False
     tool_use: ToolUse | None = None
     retries_calls: bool = False
+    n: int = 1
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the reply shows log probabilities."""
+        return self.requests[0].sampling.logprobs is not None
 
 
 class ModelNotFoundError(RequestError):

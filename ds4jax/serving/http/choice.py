@@ -7,6 +7,7 @@ from typing import Literal
 
 from ds4jax.serving.engine.api import Event, Finish, FinishReason, GenerateRequest, Prefilled, Started, Token
 from ds4jax.serving.http.call import Call
+from ds4jax.serving.http.logprobs import Scored, scored
 from ds4jax.text.chat import complaint
 from ds4jax.text.dsml import CallCollector, CallEvent, ReplayMemory, ToolCall
 from ds4jax.text.segments import to_ids, to_text
@@ -41,6 +42,7 @@ class Choice:
         use = self._call.tool_use
         self.ending: Ending | None = None
         self._tokens: list[int] = []
+        self._scored: list[Scored] = []
         self._collector = CallCollector()
         self._parser = use.parser() if use else None
         self._text = TextStream(
@@ -68,13 +70,24 @@ class Choice:
                 self.n_reasoning += self._text.in_reasoning
                 self._tokens.append(event.token)
                 may_stop = len(self._tokens) > self._request.adjustments.min_tokens
+                start = self._text.n_characters
                 deltas = self._text.feed(self._tokenizer.token_bytes(event.token), may_stop=may_stop)
+                if event.logprobs is not None:
+                    end = self._text.n_characters + self._text.is_inside_character
+                    self._scored.append(scored(event, event.logprobs, self._tokenizer, start, end))
             case Finish():
                 deltas = self._text.finish(whole=event.reason is FinishReason.STOP)
         calls = self._text.take_calls()
         self._collector.take(calls)
         self.ending = self._ending_of_finish(event) if isinstance(event, Finish) else self._ending_of_text()
         return deltas, calls
+
+    def take_scored(self) -> list[Scored]:
+        """Return the log probabilities of tokens, each once, and none before its text can be sent."""
+        settled = self._text.n_settled if self.ending is None else self._text.n_characters + 1
+        n = next((i for i, token in enumerate(self._scored) if token.end > settled), len(self._scored))
+        taken, self._scored = self._scored[:n], self._scored[n:]
+        return taken
 
     def fail(self, error: str) -> None:
         """End the choice with an error that came from outside the engine's events."""

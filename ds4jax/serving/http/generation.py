@@ -10,6 +10,7 @@ from ds4jax.errors import Ds4jaxError, EngineStoppedError
 from ds4jax.serving.engine.api import EngineClient, Event, Started, Token
 from ds4jax.serving.http.call import Call
 from ds4jax.serving.http.choice import SHUTTING_DOWN, Choice, Ending
+from ds4jax.serving.http.logprobs import Scored
 from ds4jax.serving.http.service import EventStream
 from ds4jax.serving.metrics import Metrics
 from ds4jax.text.dsml import CallEvent, ReplayMemory
@@ -23,6 +24,7 @@ log = logging.getLogger("ds4jax.http")
 class Piece:
     """What one engine event adds to one choice of the reply: text, then calls, then its ending.
 
+    scored: log probabilities of the tokens whose text is settled with it, where the call wants them.
     restarts: the choice begins anew, and all that was said of it is void; only calls with `retries_calls` have such pieces.
     """
 
@@ -31,6 +33,7 @@ class Piece:
     ending: Ending | None = None
     calls: list[CallEvent] = field(default_factory=list)
     restarts: bool = False
+    scored: list[Scored] = field(default_factory=list)
 
 
 class Generation:
@@ -46,7 +49,7 @@ class Generation:
         self._t_started: float | None = None
         self._t_first: float | None = None
         self._reported = False
-        self._events = EventStream(engine, call.requests)
+        self._events = EventStream(engine, call.requests, "n" if call.n > 1 else "prompt")
 
     @property
     def started(self) -> bool:
@@ -79,9 +82,11 @@ class Generation:
                 self._events.cancel(index)
                 choice.remember_calls(self._memory)
             if deltas or calls or choice.ending is not None:
-                pieces.append(Piece(index, deltas, choice.ending, calls))
+                pieces.append(Piece(index, deltas, choice.ending, calls, scored=choice.take_scored()))
         if self.call.retries_calls:
             pieces = self._retry_calls(pieces)
+        if self.call.n > 1 and (failure := self._failure(pieces)) is not None:  # answers to one question stand and fall together
+            pieces += self._fail_open_choices(failure)
         if self.ended:
             self._report()
         return pieces
@@ -111,10 +116,15 @@ class Generation:
             pieces = [*(other for other in pieces if other.index != piece.index), Piece(piece.index, [], restarts=True)]
         return pieces
 
+    @staticmethod
+    def _failure(pieces: list[Piece]) -> str | None:
+        return next((p.ending.error for p in pieces if p.ending is not None and p.ending.reason == "error"), None)
+
     def _fail_open_choices(self, error: str) -> list[Piece]:
         open_choices = [(i, choice) for i, choice in enumerate(self.choices) if choice.ending is None]
-        for _, choice in open_choices:
+        for i, choice in open_choices:
             choice.fail(error)
+            self._events.cancel(i)
         self._report()
         return [Piece(i, [], choice.ending) for i, choice in open_choices]
 
@@ -142,10 +152,11 @@ class Generation:
         )  # fmt: skip
 
     def totals(self) -> tuple[int, int, int]:
-        """Tokens over all choices: of prompts, of those cached, and generated."""
+        """Tokens of the prompts, of those cached, and generated over all choices; a prompt counts once, however many choices it has."""
+        firsts = self.choices[:: self.call.n]
         return (
-            sum(choice.n_prompt for choice in self.choices),
-            sum(choice.n_cached for choice in self.choices),
+            sum(choice.n_prompt for choice in firsts),
+            sum(choice.n_cached for choice in firsts),
             sum(choice.n_generated for choice in self.choices),
         )
 

@@ -13,7 +13,8 @@ from ds4jax.serving.http.openai_common import stream_body
 
 SUPPORTED_PARAMETERS = (
     "tools", "tool_choice", "parallel_tool_calls",
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "stream", "reasoning_effort",
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "stream", "reasoning_effort",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "n",
 )  # fmt: skip
 
 

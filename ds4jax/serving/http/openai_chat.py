@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,11 +13,13 @@ from ds4jax.serving.http import openai_common as common
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.conversation import ConversationBody, Served
 from ds4jax.serving.http.generation import Generation, Piece
+from ds4jax.serving.http.logprobs import chat_logprobs
 from ds4jax.serving.http.openai_tools import HistoryCall, ToolEntry, call_chunk, call_objects, read_calls, tool_use
-from ds4jax.serving.http.params import Number
+from ds4jax.serving.http.params import Number, choice_count, choice_requests, top_logprobs
 from ds4jax.serving.http.thinking import resolve
 from ds4jax.serving.http.unsupported import reject_unsupported
 from ds4jax.text.chat import Message
+from ds4jax.text.dsml import ToolCall
 
 
 class ContentPart(msgspec.Struct):
@@ -43,6 +46,9 @@ class ChatBody(ConversationBody, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: Number | None = None
+    n: Number | None = None
+    logprobs: bool | None = None
+    top_logprobs: Number | None = None
     tools: list[ToolEntry] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -51,16 +57,22 @@ class ChatBody(ConversationBody, kw_only=True):
 def read(data: bytes, served: Served) -> Call:
     """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault."""
     body = strict_json.decode(data, ChatBody)
-    reject_unsupported(body, honoured=("tools", "tool_choice"))
+    reject_unsupported(body, honoured=("tools", "tool_choice", "n", "logprobs", "top_logprobs"))
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError('top_logprobs: only beside log probabilities of the tokens themselves; send "logprobs": true', "top_logprobs")
+    n_logprobs = top_logprobs("top_logprobs", body.top_logprobs) if body.logprobs else None
     use = tool_use(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls is not False)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     prompt = conversation.render(messages, served, thinks=resolve(body, body.model), param="messages", tool_use=use)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    request = conversation.request_of(prompt, body, served, limit=(limit_name, getattr(body, limit_name)), param="messages")
+    n = choice_count(body.n)
     return Call(
         endpoint="chat",
         id=new_id("chatcmpl"),
         model=body.model or served.config.model_id,
-        requests=(conversation.request_of(prompt, body, served, limit=(limit_name, getattr(body, limit_name)), param="messages"),),
+        requests=choice_requests(request, n, n_logprobs),
+        n=n,
         opens_reasoning=prompt.opens_reasoning,
         stop_strings=body.stop_strings,
         stream=bool(body.stream),
@@ -72,18 +84,24 @@ def read(data: bytes, served: Served) -> Call:
 
 async def reply(generation: Generation, check_s: float) -> dict[str, Any]:
     """Wait for the reply of a call that does not stream."""
-    ((text, ending),) = await common.collect(generation, check_s)
-    calls = generation.choices[0].calls if ending.reason != "error" else []
+    choices = []
+    for index, answer in enumerate(await common.collect(generation, check_s)):
+        choice: dict[str, Any] = {"index": index, "message": _reply_message(answer, generation.choices[index].calls), **answer.finish}
+        if generation.call.wants_logprobs:
+            choice["logprobs"] = chat_logprobs(answer.scored)
+        choices.append(choice)
+    return {**common.head(generation, "chat.completion"), "choices": choices, "usage": common.usage(generation)}
+
+
+def _reply_message(answer: common.Answer, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    calls = calls if answer.finish["finish_reason"] != "error" else ()
     # Thoughts that were cut are no answer, nor are calls: content is null, not the empty answer that "" would be.
-    message: dict[str, Any] = {"role": "assistant", "content": text["content"] or (None if text["reasoning"] or calls else "")}
-    if text["reasoning"]:
-        message["reasoning_content"] = text["reasoning"]
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.reasoning or calls else "")}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     if calls:
         message["tool_calls"] = call_objects(calls)
-    choice = {"index": 0, "message": message, "finish_reason": ending.reason}
-    if ending.reason == "error":
-        choice |= common.ending_error(ending)
-    return {**common.head(generation, "chat.completion"), "choices": [choice], "usage": common.usage(generation)}
+    return message
 
 
 class ChatChunks:
@@ -96,29 +114,35 @@ class ChatChunks:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._head = common.head(generation, "chat.completion.chunk")
-        self._opened = False
+        self._logprobs = common.ChunkLogprobs(generation)
+        self._opened: set[int] = set()
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
         """Word what a piece adds."""
-        chunks = []
-        if not self._opened:
-            self._opened = True
-            chunks.append(self._chunk({"role": "assistant"}))
+        index, chunks = piece.index, []
+        if index not in self._opened:
+            self._opened.add(index)
+            chunks.append(self._chunk(index, {"role": "assistant"}))
+        self._logprobs.add(piece)
         for delta in piece.deltas:
-            chunks.append(self._chunk({"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}))
+            chunks.append(self._chunk(index, {"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}))
         for event in piece.calls:
             if (told := call_chunk(event)) is not None:
-                chunks.append(self._chunk({"tool_calls": [told]}))
+                chunks.append(self._chunk(index, {"tool_calls": [told]}))
         if piece.ending is not None and piece.ending.reason != "error":
-            chunks.append(self._chunk({}, piece.ending.reason))
+            chunks.append(self._chunk(index, {}, piece.ending.reason))
         return chunks
 
     def usage(self) -> dict[str, Any]:
         """Word the chunk that carries the usage."""
         return {**self._head, "choices": [], "usage": common.usage(self._generation)}
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        return {**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish_reason}
+        if self._generation.call.wants_logprobs:
+            scored = self._logprobs.take(index)
+            choice["logprobs"] = chat_logprobs(scored) if scored else None
+        return {**self._head, "choices": [choice]}
 
 
 def _message(index: int, message: ChatMessage) -> Message:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ds4jax.serving.http import sse
 from ds4jax.serving.http.choice import Ending
 from ds4jax.serving.http.generation import Generation, Piece
+from ds4jax.serving.http.logprobs import Scored
 from ds4jax.serving.http.problems import SERVER, Problem
 
 
@@ -40,20 +42,62 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-async def collect(generation: Generation, check_s: float) -> list[tuple[dict[str, str], Ending]]:
-    """Wait for the whole reply: for each choice its text by kind ("reasoning", "content"), and its ending.
+@dataclass(slots=True)
+class Answer:
+    """One choice of a whole reply. scored: its log probabilities, where they were asked for."""
+
+    reasoning: str = ""
+    content: str = ""
+    scored: list[Scored] = field(default_factory=list)
+    ending: Ending | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Take what a piece adds."""
+        for delta in piece.deltas:
+            if delta.kind == "reasoning":
+                self.reasoning += delta.text
+            else:
+                self.content += delta.text
+        self.scored += piece.scored
+        self.ending = piece.ending
+
+    @property
+    def finish(self) -> dict[str, Any]:
+        """Word why it ended, and the error if that is why."""
+        assert self.ending is not None
+        error = ending_error(self.ending) if self.ending.reason == "error" else {}
+        return {"finish_reason": self.ending.reason, **error}
+
+
+async def collect(generation: Generation, check_s: float) -> list[Answer]:
+    """Wait for the whole reply.
 
     check_s: how often to look, in silence, whether the engine is still alive.
     """
     loop = asyncio.get_running_loop()
-    texts: list[dict[str, str]] = [{"reasoning": "", "content": ""} for _ in generation.choices]
+    answers = [Answer() for _ in generation.choices]
     while not generation.ended:
         for piece in await generation.pieces(until=loop.time() + check_s):
             if piece.restarts:
-                texts[piece.index] = {"reasoning": "", "content": ""}
-            for delta in piece.deltas:
-                texts[piece.index][delta.kind] += delta.text
-    return [(text, choice.ending) for text, choice in zip(texts, generation.choices, strict=True) if choice.ending is not None]
+                answers[piece.index] = Answer()
+            answers[piece.index].add(piece)
+    return answers
+
+
+class ChunkLogprobs:
+    """Log probabilities that wait for the next chunk of their choice: not every piece of a reply becomes one."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._waiting: list[list[Scored]] = [[] for _ in generation.choices]
+
+    def add(self, piece: Piece) -> None:
+        """Keep what came with a piece."""
+        self._waiting[piece.index] += piece.scored
+
+    def take(self, index: int) -> list[Scored]:
+        """Return what the next chunk carries."""
+        scored, self._waiting[index] = self._waiting[index], []
+        return scored
 
 
 class Chunks(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ds4jax.config import ServerConfig
@@ -11,7 +12,8 @@ from ds4jax.serving.http import openai_common as common
 from ds4jax.serving.http import strict_json
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.generation import Generation, Piece
-from ds4jax.serving.http.params import CommonBody, completion_limit
+from ds4jax.serving.http.logprobs import completion_logprobs
+from ds4jax.serving.http.params import CommonBody, Number, choice_count, choice_requests, completion_limit, top_logprobs
 from ds4jax.serving.http.prompts import check_ids, encode_text
 from ds4jax.serving.http.unsupported import reject_unsupported
 from ds4jax.text.tokenizer import Tokenizer
@@ -21,24 +23,46 @@ class CompletionBody(CommonBody, kw_only=True):
     """The body of a text completion request. A list of strings, or of lists of ids, asks for one choice each."""
 
     prompt: str | list[str | int | list[int]]
+    n: Number | None = None
+    best_of: Number | None = None
+    logprobs: Number | None = None
+    echo: bool | None = None
 
 
-def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) -> Call:
+@dataclass(frozen=True)
+class CompletionCall(Call):
+    """A checked call of this API. echoes: what each choice shows of its prompt, before what was generated."""
+
+    echoes: tuple[str, ...] = ()
+
+
+def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) -> CompletionCall:
     """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault."""
     body = strict_json.decode(data, CompletionBody)
-    reject_unsupported(body)
+    reject_unsupported(body, honoured=("n", "best_of", "logprobs", "echo"))
+    n_logprobs = None if body.logprobs is None else top_logprobs("logprobs", body.logprobs)
+    if body.echo and n_logprobs is not None:
+        raise RequestError("echo: not supported beside logprobs, for those of the prompt are not computed; leave one of them out", "echo")
+    n = choice_count(body.n)
+    if body.best_of is not None and body.best_of != n:
+        raise RequestError(f"best_of: got {body.best_of}, expected n ({n}), for all completions are sent; leave it out", "best_of")
     sampling, stop_token_ids = body.sampling(), body.stop_tokens(tokenizer, tokenizer.eos_id)
-    requests = []
-    for ids in _prompts(body.prompt, tokenizer, n_ctx):
+    requests: list[GenerateRequest] = []
+    echoes: list[str] = []
+    for text, ids in _prompts(body.prompt, tokenizer, n_ctx):
         max_tokens = completion_limit(
             "max_tokens", body.max_tokens, n_prompt=len(ids), n_ctx=n_ctx, default=config.default_max_tokens, param="prompt"
         )
-        requests.append(GenerateRequest(ids, max_tokens, sampling, stop_token_ids, body.adjustments(tokenizer, max_tokens)))
-    return Call(
+        request = GenerateRequest(ids, max_tokens, sampling, stop_token_ids, body.adjustments(tokenizer, max_tokens))
+        requests += choice_requests(request, n, n_logprobs)
+        echoes += [text if body.echo else ""] * n
+    return CompletionCall(
         endpoint="completions",
         id=new_id("cmpl"),
         model=body.model or config.model_id,
         requests=requests,
+        n=n,
+        echoes=tuple(echoes),
         stop_strings=body.stop_strings,
         stream=bool(body.stream),
         include_usage=body.include_usage,
@@ -48,9 +72,12 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
 async def reply(generation: Generation, check_s: float) -> dict[str, Any]:
     """Wait for the reply of a call that does not stream."""
     choices = []
-    for index, (text, ending) in enumerate(await common.collect(generation, check_s)):
-        choice = {"text": text["content"], "index": index, "finish_reason": ending.reason}
-        choices.append(choice | common.ending_error(ending) if ending.reason == "error" else choice)
+    echoes = echoes_of(generation)
+    for index, answer in enumerate(await common.collect(generation, check_s)):
+        choice: dict[str, Any] = {"text": echoes[index] + answer.content, "index": index, **answer.finish}
+        if generation.call.wants_logprobs:
+            choice["logprobs"] = completion_logprobs(answer.scored)
+        choices.append(choice)
     return {**common.head(generation, "text_completion"), "choices": choices, "usage": common.usage(generation)}
 
 
@@ -60,10 +87,14 @@ class CompletionChunks:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._head = common.head(generation, "text_completion")
+        self._logprobs = common.ChunkLogprobs(generation)
+        self._echoes = dict(enumerate(echoes_of(generation)))
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
         """Word what a piece adds."""
-        chunks = [self._chunk(piece.index, delta.text) for delta in piece.deltas]
+        self._logprobs.add(piece)
+        echo = self._echoes.pop(piece.index, "")
+        chunks = [self._chunk(piece.index, text) for text in (echo, *(delta.text for delta in piece.deltas)) if text]
         if piece.ending is not None and piece.ending.reason != "error":
             chunks.append(self._chunk(piece.index, "", piece.ending.reason))
         return chunks
@@ -73,21 +104,31 @@ class CompletionChunks:
         return {**self._head, "choices": [], "usage": common.usage(self._generation)}
 
     def _chunk(self, index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
-        return {**self._head, "choices": [{"text": text, "index": index, "finish_reason": finish_reason}]}
+        choice: dict[str, Any] = {"text": text, "index": index, "finish_reason": finish_reason}
+        if self._generation.call.wants_logprobs:
+            scored = self._logprobs.take(index)
+            choice["logprobs"] = completion_logprobs(scored) if scored else None
+        return {**self._head, "choices": [choice]}
 
 
-def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, n_ctx: int) -> list[tuple[int, ...]]:
-    """Read every form of prompt as token ids. Ids are taken as they are."""
+def echoes_of(generation: Generation) -> tuple[str, ...]:
+    """What each choice shows of its prompt."""
+    assert isinstance(generation.call, CompletionCall)
+    return generation.call.echoes
+
+
+def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, n_ctx: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Read every form of prompt as its text and its token ids. Ids are taken as they are."""
     if isinstance(prompt, str):
-        return [encode_text(prompt, tokenizer, n_ctx, "prompt")]
+        return [(prompt, encode_text(prompt, tokenizer, n_ctx, "prompt"))]
     if not prompt:
         raise RequestError("prompt: the list is empty; send text, token ids, or a list of either", "prompt")
     if all(isinstance(item, int) for item in prompt):
         return [_checked(prompt, "prompt", tokenizer)]
-    prompts = []
+    prompts: list[tuple[str, tuple[int, ...]]] = []
     for i, item in enumerate(prompt):
         if isinstance(item, str):
-            prompts.append(encode_text(item, tokenizer, n_ctx, "prompt"))
+            prompts.append((item, encode_text(item, tokenizer, n_ctx, "prompt")))
         elif isinstance(item, list):
             prompts.append(_checked(item, f"prompt[{i}]", tokenizer))
         else:
@@ -95,8 +136,8 @@ def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, n_
     return prompts
 
 
-def _checked(ids: list[Any], place: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _checked(ids: list[Any], place: str, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
     if not ids:
         raise RequestError(f"{place}: got no tokens, expected at least one", place)
     check_ids(ids, place, tokenizer)
-    return tuple(ids)
+    return tokenizer.decode(ids), tuple(ids)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
 from ds4jax.errors import ContextLengthError, RequestError
-from ds4jax.serving.engine.api import MOST_BIASES, Adjustments, SamplingParams
+from ds4jax.serving.engine.api import MOST_BIASES, MOST_LOGPROBS, Adjustments, GenerateRequest, SamplingParams
 from ds4jax.serving.http.prompts import check_ids
 from ds4jax.serving.http.unsupported import UnsupportedFields
 from ds4jax.text.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ _SEED_RANGE = 1 << 63
 _ENGINE_SEEDS = 1 << 31  # as many as the engine itself draws from; larger and negative ones fold into them
 _ENGINE_TOP_K = (1 << 31) - 1  # far beyond any vocabulary; the engine's field is 32 bits wide
 MOST_STOPS, LONGEST_STOP = 64, 1024  # strings, characters
+MOST_CHOICES = 128
 
 
 class StreamOptions(msgspec.Struct):
@@ -97,6 +99,23 @@ class CommonBody(UnsupportedFields):
             temperature, top_p = 0.0, 1.0
         top_k = min(max(top_k, 0), _ENGINE_TOP_K)
         return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+
+
+def choice_count(n: Number | None) -> int:
+    """Read how many answers one prompt is to have. Raises RequestError naming the field."""
+    return _whole("n", n, 1, least=1, most=MOST_CHOICES)
+
+
+def choice_requests(request: GenerateRequest, n: int, n_logprobs: int | None) -> list[GenerateRequest]:
+    """Ask for n answers to one prompt, each with a seed of its own, and for log probabilities, unless n_logprobs is None."""
+    seed = request.sampling.seed
+    seeds = [None if seed is None else (seed + i) % _ENGINE_SEEDS for i in range(n)]
+    return [replace(request, sampling=replace(request.sampling, seed=seed, logprobs=n_logprobs)) for seed in seeds]
+
+
+def top_logprobs(name: str, asked: Number | None) -> int:
+    """Read how many of the best tokens are to be shown beside each. Raises RequestError naming the field."""
+    return _whole(name, asked, 0, least=0, most=MOST_LOGPROBS)
 
 
 def checked_stops(name: str, given: Sequence[str]) -> list[str]:

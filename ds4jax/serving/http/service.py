@@ -19,9 +19,10 @@ class EventStream:
     client reads slowly. Closing cancels whatever still runs, each request once, and never one that has finished.
     """
 
-    def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest], many: str = "prompt") -> None:
         """Submit the requests, all or none. Call it on the loop that will read the events.
 
+        many: the field by which a client asks for several.
         Raises what EngineClient.submit raises; requests submitted before the refused one are cancelled. More requests than the
         server ever holds raise RequestError instead of QueueFullError: no retry could succeed.
         """
@@ -38,8 +39,8 @@ class EventStream:
             self.close()
             most = engine.stats().n_slots + error.n_waiting
             if len(requests) > most:
-                text = f"prompt: {len(requests)} completions in one request, but this server takes at most {most} at once; send fewer"
-                raise RequestError(text, "prompt") from None
+                text = f"{many}: {len(requests)} completions in one request, but this server takes at most {most} at once; ask for fewer"
+                raise RequestError(text, many) from None
             raise
         except BaseException:
             self.close()

@@ -51,6 +51,13 @@ class DsmlParser:
         """The text of a whole block, the white space before it included; end tags that the model left out at its end are there."""
         return self._opening + self._block.text if self._block is not None and self._block.is_done else None
 
+    @property
+    def n_held(self) -> int:
+        """Characters that may still turn out to be text."""
+        if self._block is None:
+            return len(self._held)
+        return 0 if self._block.n_started else len(self._opening) + len(self._block.text)
+
     def feed(self, text: str) -> list[ParserEvent]:
         """Take a piece of text, and return what is certain by now."""
         if self.has_ended:

@@ -1,0 +1,64 @@
+"""Log probabilities beside the text of a reply, as OpenAI's two APIs write them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds4jax.serving.engine.api import Token, TokenLogprobs
+from ds4jax.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for the logarithm of zero, which JSON cannot write
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token's bytes and log probability. top: the same of the best tokens, likeliest first.
+
+    start, end: characters of the text before it, and up to its end, a character that it begins counted whole.
+    """
+
+    data: bytes
+    logprob: float
+    top: Sequence[tuple[bytes, float]]
+    start: int
+    end: int
+
+
+def scored(event: Token, logprobs: TokenLogprobs, tokenizer: Tokenizer, start: int, end: int) -> Scored:
+    """Put bytes in the place of ids."""
+    top = [(tokenizer.token_bytes(token), logprob) for token, logprob in logprobs.top]
+    return Scored(tokenizer.token_bytes(event.token), logprobs.logprob, top, start, end)
+
+
+def chat_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
+    """Write the `logprobs` of a chat choice. A token that is no whole text shows U+FFFD; its bytes are exact."""
+    content = [{**_entry(t.data, t.logprob), "top_logprobs": [_entry(*best) for best in t.top]} for t in tokens]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
+    """Write the `logprobs` of a text choice, where each token's alternatives have itself among them."""
+    return {
+        "tokens": [_name(t.data) for t in tokens],
+        "token_logprobs": [_finite(t.logprob) for t in tokens],
+        "top_logprobs": [{_name(data): _finite(logprob) for data, logprob in (*t.top, (t.data, t.logprob))} for t in tokens],
+        "text_offset": [t.start for t in tokens],
+    }
+
+
+def _entry(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _name(data: bytes) -> str:
+    """Name a token where its bytes have no field of their own: as text, or its bytes spelled out where they are no whole text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)
