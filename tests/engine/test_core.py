@@ -226,11 +226,15 @@ def test_stats_count_what_happened() -> None:
         core.submit(request(n, n + 1, n=5))
     core.step(clock.now_us)
     assert (core.stats().n_running, core.stats().n_prefilling, core.stats().n_waiting) == (3, 2, 0)
+    assert core.stats().kv_tokens == 2
     run(core, clock)
     stats = core.stats()
     assert stats.generated_tokens == 15 and stats.finished == {"length": 3}
     assert (stats.prefill_chunks, stats.prefill_tokens, stats.failed_steps) == (3, 6, 0)
     assert sum(stats.rows.values()) == 12 and 0.5 < stats.occupancy <= 1.0
+    assert sum(n_rows * n for n_rows, n in stats.batches.items()) == 12 and sum(stats.batches.values()) == sum(stats.steps.values())
+    smallest = FakeDevice().prefill_buckets[0]
+    assert (stats.prompt_tokens, stats.prefill_padding, stats.kv_tokens) == (6, 3 * (smallest - 2), 0)
 
 
 def test_the_batch_log_has_one_line_a_decode_step(caplog: pytest.LogCaptureFixture) -> None:

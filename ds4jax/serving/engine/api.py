@@ -135,6 +135,8 @@ class EngineStats:
     """Counters since start, and gauges of this moment.
 
     steps counts decode launches by bucket; rows counts live rows by bucket, so occupancy of a bucket is rows / (steps * bucket).
+    batches counts decode launches by their live rows. prompt_tokens: of the prompts that got a slot, cached_tokens: those of them that
+    were in it already. prefill_padding: tokens computed for nobody. kv_tokens: those that running requests hold in the cache now.
     """
 
     n_slots: int
@@ -152,6 +154,11 @@ class EngineStats:
     failed_steps: int
     compile_misses: int
     coalesce_wait_us: int
+    batches: dict[int, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    prefill_padding: int = 0
+    coalesce_windows: int = 0
+    kv_tokens: int = 0
 
     @property
     def occupancy(self) -> float:

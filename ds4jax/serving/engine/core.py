@@ -206,7 +206,7 @@ class EngineCore:
         """Move waiting requests into free slots, first come, first served."""
         while self._waiting and (choice := self._slots.choose(self._waiting[0].tokens)):
             session = self._waiting.popleft()
-            self._counters.cached_tokens += choice.n_cached
+            self._counters.admitted(session.prompt_end, choice.n_cached)
             self._events.append(Started(session.id, session.prompt_end, choice.n_cached))
             self._move_in(session, choice)
 
@@ -237,7 +237,7 @@ class EngineCore:
             return
         if isinstance(todo, Decode):
             if self._window_opened_us is not None:
-                self._counters.coalesce_wait_us += now_us - self._window_opened_us
+                self._counters.waited(now_us - self._window_opened_us)
             for session in self._slots.residents():
                 if session.state is State.IDLE:
                     session.counts_as_active = False
@@ -245,12 +245,9 @@ class EngineCore:
 
     def _count(self, launched: Prefill | Decode) -> None:
         if isinstance(launched, Prefill):
-            self._counters.prefill_chunks += 1
-            self._counters.prefill_tokens += launched.n_tokens
+            self._counters.prefilled(launched.n_tokens, nearest(self._device.prefill_buckets, launched.n_tokens))
         else:
-            bucket = nearest(self._device.decode_buckets, len(launched.rows))
-            self._counters.steps[bucket] += 1
-            self._counters.rows[bucket] += len(launched.rows)
+            self._counters.decoded(len(launched.rows), nearest(self._device.decode_buckets, len(launched.rows)))
 
     # ------------------------------------------------------------ results
     def _read_all_but(self, keep: int) -> bool:

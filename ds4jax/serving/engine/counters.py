@@ -17,13 +17,39 @@ class Counters:
 
     steps: Counter[int] = field(default_factory=Counter)
     rows: Counter[int] = field(default_factory=Counter)
+    batches: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     prefill_chunks: int = 0
     prefill_tokens: int = 0
+    prefill_padding: int = 0
+    prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     failed_steps: int = 0
     coalesce_wait_us: int = 0
+    coalesce_windows: int = 0
+
+    def decoded(self, n_rows: int, bucket: int) -> None:
+        """Count a decode launch."""
+        self.steps[bucket] += 1
+        self.rows[bucket] += n_rows
+        self.batches[n_rows] += 1
+
+    def prefilled(self, n_tokens: int, bucket: int) -> None:
+        """Count a prefill launch."""
+        self.prefill_chunks += 1
+        self.prefill_tokens += n_tokens
+        self.prefill_padding += bucket - n_tokens
+
+    def admitted(self, n_prompt: int, n_cached: int) -> None:
+        """Count a request that got a slot."""
+        self.prompt_tokens += n_prompt
+        self.cached_tokens += n_cached
+
+    def waited(self, wait_us: int) -> None:
+        """Count a coalescing window."""
+        self.coalesce_windows += 1
+        self.coalesce_wait_us += wait_us
 
     def snapshot(self, device: Device, residents: Sequence[Session], n_waiting: int) -> EngineStats:
         """Freeze the totals together with the gauges of this moment; other threads may keep the result."""
@@ -43,4 +69,9 @@ class Counters:
             failed_steps=self.failed_steps,
             compile_misses=device.compile_misses,
             coalesce_wait_us=self.coalesce_wait_us,
+            batches=dict(self.batches),
+            prompt_tokens=self.prompt_tokens,
+            prefill_padding=self.prefill_padding,
+            coalesce_windows=self.coalesce_windows,
+            kv_tokens=sum(s.n_fed for s in residents if not s.finished),
         )
