@@ -116,8 +116,9 @@ class EchoEngine:
         with self._lock:
             return EngineStats(
                 n_slots=self.n_slots, n_ctx=self.n_ctx, n_running=len(self._running), n_waiting=len(self._waiting), n_prefilling=0,
-                steps={1: 2, 4: 3}, rows={1: 2, 4: 9}, prefill_chunks=0, prefill_tokens=0, cached_tokens=0, generated_tokens=0,
-                finished={}, failed_steps=0, compile_misses=0, coalesce_wait_us=0,
+                steps={1: 2, 4: 3}, rows={1: 2, 4: 9}, prefill_chunks=0, prefill_tokens=0, cached_tokens=60, generated_tokens=0,
+                finished={}, failed_steps=0, compile_misses=0, coalesce_wait_us=10_000, coalesce_windows=5,
+                batches={1: 2, 2: 1, 3: 1, 4: 1}, prompt_tokens=80, kv_tokens=self.n_slots * self.n_ctx // 4,
             )  # fmt: skip
 
     def alive(self) -> bool:

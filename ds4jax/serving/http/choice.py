@@ -100,7 +100,7 @@ class Choice:
 
     def second_try(self, n_ctx: int) -> GenerateRequest | None:
         """Ask the model once to write again a call that could not be read; None if there is nothing to write again, or no room."""
-        reason = self._unreadable
+        reason = self.unreadable
         if reason is None or self.has_restarted:
             return None
         use = self._call.tool_use
@@ -116,7 +116,12 @@ class Choice:
         self._begin()
 
     @property
-    def _unreadable(self) -> str | None:
+    def is_repaired(self) -> bool:
+        """Whether calls lacked end tags and were read all the same."""
+        return self._parser is not None and self._parser.was_repaired
+
+    @property
+    def unreadable(self) -> str | None:
         """Why calls could not be read, if that is all there is to a reply which the model itself has ended."""
         if self._parser is None or self.ending is None or self.calls or self._text.stop_hit is not None:
             return None

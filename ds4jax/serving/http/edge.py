@@ -33,7 +33,7 @@ class Edge:
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, config.model_id)
         self.memory = ReplayMemory(config.tool_memory_max_ids)
         self.created = int(time.time())
         self._open: set[Generation] = set()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ds4jax.errors import Ds4jaxError, EngineStoppedError
-from ds4jax.serving.engine.api import EngineClient, Event, Started, Token
+from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http.call import Call
 from ds4jax.serving.http.choice import SHUTTING_DOWN, Choice, Ending
 from ds4jax.serving.http.logprobs import Scored
 from ds4jax.serving.http.service import EventStream
-from ds4jax.serving.metrics import Metrics
+from ds4jax.serving.http.timeline import Timeline
+from ds4jax.serving.metrics import DISCONNECTED, ChoiceReport, Metrics
 from ds4jax.text.dsml import CallEvent, ReplayMemory
 from ds4jax.text.stream import Delta
 from ds4jax.text.tokenizer import Tokenizer
@@ -45,16 +47,14 @@ class Generation:
         self.choices = [Choice(tokenizer, call, request) for request in call.requests]
         self._n_ctx, self._metrics, self._memory = engine.n_ctx, metrics, memory
         self._loop = asyncio.get_running_loop()
-        self._t_submit = self._loop.time()
-        self._t_started: float | None = None
-        self._t_first: float | None = None
+        self._times = Timeline(len(self.choices), self._loop.time, metrics.token_followed)
         self._reported = False
-        self._events = EventStream(engine, call.requests, "n" if call.n > 1 else "prompt")
+        self._events = EventStream(engine, call.requests, "n" if call.n > 1 else "prompt", self._times.arrived)
 
     @property
     def started(self) -> bool:
         """Whether the call has left the queue, so that the counts of its prompt are known."""
-        return self._t_started is not None
+        return self._times.started
 
     @property
     def ended(self) -> bool:
@@ -76,7 +76,6 @@ class Generation:
             choice = self.choices[index]
             if choice.ending is not None:
                 continue  # sent before the engine saw our cancel
-            self._clock(event)
             deltas, calls = choice.take(event)
             if choice.ending is not None:
                 self._events.cancel(index)
@@ -128,28 +127,33 @@ class Generation:
         self._report()
         return [Piece(i, [], choice.ending) for i, choice in open_choices]
 
-    def _clock(self, event: Event) -> None:
-        if self._t_started is None and isinstance(event, Started):
-            self._t_started = self._loop.time()
-        if self._t_first is None and isinstance(event, Token):
-            self._t_first = self._loop.time()
-
     def _report(self) -> None:
         """Log one line and count, once. Never any text of the prompt or the reply."""
         if self._reported:
             return
         self._reported = True
-        finishes = [choice.ending.reason if choice.ending else "disconnected" for choice in self.choices]
         n_prompt, n_cached, n_generated = self.totals()
-        total_s = self._loop.time() - self._t_submit
-        queue_s = None if self._t_started is None else self._t_started - self._t_submit
-        ttft_s = None if self._t_first is None else self._t_first - self._t_submit
-        self._metrics.request_ended(self.call.endpoint, finishes, ttft_s=ttft_s, total_s=total_s)
+        reports = [self._choice_report(i, choice) for i, choice in enumerate(self.choices)]
+        self._metrics.call_ended(self.call.endpoint, reports)
+        finishes = ",".join(report.finish for report in reports)
+        queue_s, ttft_s = _seconds(report.queue_s for report in reports), _seconds(report.ttft_s for report in reports)
         log.info(
-            "%s endpoint=%s stream=%d prompt=%d cached=%d completion=%d finish=%s queue_s=%s ttft_s=%s total_s=%s",
-            self.call.id, self.call.endpoint, self.call.stream, n_prompt, n_cached, n_generated, ",".join(finishes),
-            _seconds(queue_s), _seconds(ttft_s), _seconds(total_s),
+            "%s endpoint=%s stream=%d prompt=%d cached=%d completion=%d finish=%s queue_s=%s ttft_s=%s total_s=%.3f",
+            self.call.id, self.call.endpoint, self.call.stream, n_prompt, n_cached, n_generated, finishes,
+            queue_s, ttft_s, self._times.elapsed_s,
         )  # fmt: skip
+
+    def _choice_report(self, index: int, choice: Choice) -> ChoiceReport:
+        times = self._times
+        return ChoiceReport(
+            finish=choice.ending.reason if choice.ending else DISCONNECTED,
+            queue_s=times.queue_s(index),
+            ttft_s=times.ttft_s(index),
+            total_s=times.total_s(index) if choice.ending else times.elapsed_s,
+            is_repaired=choice.is_repaired,
+            is_retried=choice.has_restarted,
+            is_unreadable=choice.unreadable is not None,
+        )
 
     def totals(self) -> tuple[int, int, int]:
         """Tokens of the prompts, of those cached, and generated over all choices; a prompt counts once, however many choices it has."""
@@ -161,5 +165,7 @@ class Generation:
         )
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _seconds(of_choices: Iterable[float | None]) -> str:
+    """Write the time of the choice that got there first."""
+    first = min((value for value in of_choices if value is not None), default=None)
+    return "-" if first is None else f"{first:.3f}"

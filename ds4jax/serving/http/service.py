@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ds4jax.errors import EngineStoppedError, QueueFullError, RequestError
@@ -19,14 +19,20 @@ class EventStream:
     client reads slowly. Closing cancels whatever still runs, each request once, and never one that has finished.
     """
 
-    def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest], many: str = "prompt") -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        requests: Sequence[GenerateRequest],
+        many: str = "prompt",
+        on_arrival: Callable[[int, Event], None] = lambda index, event: None,
+    ) -> None:
         """Submit the requests, all or none. Call it on the loop that will read the events.
 
-        many: the field by which a client asks for several.
+        many: the field by which a client asks for several. on_arrival: told every event when it reaches the loop, whenever it is read.
         Raises what EngineClient.submit raises; requests submitted before the refused one are cancelled. More requests than the
         server ever holds raise RequestError instead of QueueFullError: no retry could succeed.
         """
-        self._engine = engine
+        self._engine, self._on_arrival = engine, on_arrival
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._events: list[IndexedEvent] = []
@@ -59,6 +65,7 @@ class EventStream:
             return  # cancelled meanwhile
         if isinstance(event, Finish):
             del self._running[index]
+        self._on_arrival(index, event)
         self._events.append((index, event))
         self._arrived.set()
 

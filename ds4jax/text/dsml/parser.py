@@ -35,6 +35,7 @@ class DsmlParser:
         self._held = ""
         self._opening = ""
         self._block: BlockParser | None = None
+        self.was_repaired = False  # the model left out end tags
 
     @property
     def has_ended(self) -> bool:
@@ -75,7 +76,9 @@ class DsmlParser:
         """End the text. whole: the model itself ended it; if not, a call that is open stays so, and half a block is dropped."""
         events: list[ParserEvent] = []
         while self._block is not None and whole:
+            was_done = self._block.is_done
             events += self._block.finish()
+            self.was_repaired = self._block.is_done and not was_done
             rest = self._reject(self._block, events)
             if self._block is not None:
                 return events
