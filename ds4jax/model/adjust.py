@@ -50,6 +50,11 @@ def set_slot(adjustments: SlotAdjustments, one: SlotAdjustments, slot: jax.Array
     )
 
 
+def asking(adjustments: SlotAdjustments, slot: jax.Array) -> jax.Array:
+    """Whether the logits of rows are to be adjusted: bool [B], false for slots out of range."""
+    return adjustments.since[0].at[slot].get(mode="fill", fill_value=0) > 0
+
+
 def adjust(adjustments: SlotAdjustments, logits: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """Adjust logits [B, V] for drawing; rows whose slots ask for nothing keep theirs bit for bit.
 
@@ -59,31 +64,20 @@ def adjust(adjustments: SlotAdjustments, logits: jax.Array, slot: jax.Array, pos
     Args:
         slot: int32 [B], out of range for padding. position: int32 [B], the position that the drawn token will take.
     """
-    asks = _asks(adjustments, slot)
-
-    def adjusted() -> jax.Array:
-        seen, bias = (table.at[slot].get(mode="clip") for table in (adjustments.seen, adjustments.bias))  # [B, V]
-        repetition, frequency, presence = adjustments.number.at[:, slot].get(mode="clip")[..., None]  # [B, 1] each
-        count = seen // ONCE
-        x = logits + bias
-        x = jnp.where(seen & ~IS_END != 0, jnp.where(x > 0.0, x / repetition, x * repetition), x)
-        x = x - frequency * count.astype(jnp.float32)
-        x = jnp.where(count > 0, x - presence, x)
-        is_early = position < adjustments.since[1].at[slot].get(mode="clip")
-        x = jnp.where((seen & IS_END != 0) & is_early[:, None], -jnp.inf, x)
-        return jnp.where(asks[:, None], x, logits)
-
-    if jax.default_backend() == "gpu":  # which must not ask the host whether anybody asks; a read of the tables is a few µs
-        return adjusted()
-    return jax.lax.cond(jnp.any(asks), adjusted, lambda: logits)
+    seen, bias = (table.at[slot].get(mode="clip") for table in (adjustments.seen, adjustments.bias))  # [B, V]
+    repetition, frequency, presence = adjustments.number.at[:, slot].get(mode="clip")[..., None]  # [B, 1] each
+    count = seen // ONCE
+    x = logits + bias
+    x = jnp.where(seen & ~IS_END != 0, jnp.where(x > 0.0, x / repetition, x * repetition), x)
+    x = x - frequency * count.astype(jnp.float32)
+    x = jnp.where(count > 0, x - presence, x)
+    is_early = position < adjustments.since[1].at[slot].get(mode="clip")
+    x = jnp.where((seen & IS_END != 0) & is_early[:, None], -jnp.inf, x)
+    return jnp.where(asking(adjustments, slot)[:, None], x, logits)
 
 
 def count_drawn(adjustments: SlotAdjustments, slot: jax.Array, position: jax.Array, token: jax.Array) -> SlotAdjustments:
     """Count the tokens [B] that rows have drawn; what is drawn before the end of a prompt is nobody's text."""
-    counts = _asks(adjustments, slot) & (position >= adjustments.since[0].at[slot].get(mode="clip")) & (token >= 0)
+    counts = asking(adjustments, slot) & (position >= adjustments.since[0].at[slot].get(mode="clip")) & (token >= 0)
     row = jnp.where(counts, slot, adjustments.seen.shape[0])  # past the last: dropped
     return dataclasses.replace(adjustments, seen=adjustments.seen.at[row, token].add(ONCE, mode="drop"))
-
-
-def _asks(adjustments: SlotAdjustments, slot: jax.Array) -> jax.Array:
-    return adjustments.since[0].at[slot].get(mode="fill", fill_value=0) > 0

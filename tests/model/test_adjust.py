@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4jax.model.adjust import SlotAdjustments, adjust, count_drawn, init_adjustments, set_slot
-from ds4jax.model.sampling import UNUSABLE, sample
+from ds4jax.model.draw import draw
+from ds4jax.model.sampling import UNUSABLE, RowSampling, sample
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, Adjustments, GenerateRequest, SamplingParams
 from ds4jax.serving.engine.batch import decode_control, slot_adjustments, unpack_decode
 from ds4jax.serving.engine.device import Row
+from tests.model.lowering import lower_for_cuda
 
 pytestmark = pytest.mark.smoke
 S, B, V = 5, 4, 24
@@ -135,11 +137,12 @@ def test_nothing_asked_is_nothing_uploaded() -> None:
 def test_a_gpu_is_not_asked_to_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     state = jax.eval_shape(lambda: init_adjustments(S, V))
     row = jax.ShapeDtypeStruct((B,), jnp.int32)
-    shapes = (state, jax.ShapeDtypeStruct((B, V), jnp.float32), row, row)
+    sampling = RowSampling(jax.ShapeDtypeStruct((3, B), jnp.float32), jax.ShapeDtypeStruct((4, B), jnp.uint32))
+    shapes = (jax.ShapeDtypeStruct((B, V), jnp.float32), sampling, state, row, row)
 
-    def lowered() -> str:
-        return jax.jit(lambda *args: adjust(*args)).trace(*shapes).lower().as_text()
+    def branches(text: str) -> bool:
+        return any(f"stablehlo.{kind}" in text for kind in ("case", "if", "while", "sort"))
 
-    assert "stablehlo.case" in lowered()
+    assert branches(jax.jit(draw).trace(*shapes).lower().as_text())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert "stablehlo.case" not in lowered()
+    assert not branches(lower_for_cuda(monkeypatch, lambda *args: draw(*args), *shapes))

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import jaxlib
 from jax.experimental import serialize_executable
 
-from ds4jax.model.adjust import SlotAdjustments, adjust, count_drawn, init_adjustments, set_slot
+from ds4jax.model.adjust import SlotAdjustments, init_adjustments, set_slot
 from ds4jax.model.cache import KVCache, clear_slot, init_cache
-from ds4jax.model.sampling import RowSampling, sample
-from ds4jax.model.scores import score
+from ds4jax.model.draw import draw
+from ds4jax.model.sampling import RowSampling
 from ds4jax.model.spec import FlatModel, ModelSpec, abstract_model
 from ds4jax.model.steps import decode_step, prefill_chunk
 from ds4jax.serving.engine import batch
@@ -109,11 +109,9 @@ def _drawn(logits: jax.Array, state: SlotState, slot: jax.Array, sampling: RowSa
     """Draw the next tokens and leave them in the cache, where the next step finds them without the host."""
     cache, adjustments = state.cache, state.adjustments
     position = cache.position.at[slot].get(mode="clip")
-    token = sample(logits, sampling, position, adjust(adjustments, logits, slot, position))
-    scores = score(logits, token, sampling.wants_scores)
+    token, scores, adjustments = draw(logits, sampling, adjustments, slot, position)
     cache = replace(cache, next_token=cache.next_token.at[slot].set(token, mode="drop"))
-    state = SlotState(cache, count_drawn(adjustments, slot, position, token))
-    return token, scores, logits, tuple(jax.tree.leaves(state))
+    return token, scores, logits, tuple(jax.tree.leaves(SlotState(cache, adjustments)))
 
 
 def _clear(tree: Any, state_leaves: Sequence[Any], slot: jax.Array) -> Any:
