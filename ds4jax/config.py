@@ -286,7 +286,7 @@ class ServerConfig:
     model_id: the id that replies carry and /v1/models lists; aliases: further ids; default_max_tokens: completion length when a request
     names none; keepalive_s: seconds of silence in a stream before a comment is sent; body_limit_bytes: largest request body;
     api_keys: one of them must come with each request (none: the server is open); tool_memory_max_ids: calls of tools of which the very
-    text is remembered, to be shown to the model again (0: none).
+    text is remembered, to be shown to the model again (0: none); trace: a file to which the whole text of every request is appended.
     """
 
     host: str = "127.0.0.1"
@@ -300,6 +300,7 @@ class ServerConfig:
     keepalive_s: float = 5.0
     body_limit_bytes: int = 64 << 20
     tool_memory_max_ids: int = 100_000
+    trace: Path | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # a secret: it must not end up in a log
 
 

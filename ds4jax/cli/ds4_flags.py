@@ -37,7 +37,6 @@ _FLAGS: dict[str, _Flag] = {
     "--power": _ignored(1, "the device always runs at full duty"),
     "--quality": _ignored(0, "there is one set of kernels, and it is exact"),
     "--warm-weights": _ignored(0, "weights are copied to the device at start anyway"),
-    "--trace": _ignored(1, "no trace file is written; see the request log on stderr"),
     "--gpu-vram": _ignored(1, "the memory plan follows from --batched-session and --ctx"),
     "--simulate-used-memory": _ignored(1, "the memory plan uses what the device reports"),
     "--kv-disk-dir": _ignored(1, _NO_DISK),

@@ -89,6 +89,21 @@ def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def start_trace(path: Path | None) -> Path | None:
+    """Empty the file of `--trace`, or make one that nobody else can read: prompts will be in it.
+
+    Returns its absolute path. Raises ConfigError if it cannot be written, before a model is loaded for minutes.
+    """
+    if path is None:
+        return None
+    try:
+        path.touch(mode=0o600)
+        path.write_bytes(b"")
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: cannot be written ({error.strerror}); name a file in a folder that exists") from None
+    return path.absolute()
+
+
 def choose_backend(backend: str | None, cpu: bool, cuda: bool, gpu: str | None) -> tuple[Backend, int | None]:
     """Return the backend that was asked for ("auto" if none) and the GPU's id, if one was named.
 

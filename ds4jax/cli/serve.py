@@ -38,6 +38,7 @@ def serve(
         ServerConfig.tool_memory_max_ids
     ),
     no_replay: Annotated[bool, typer.Option("--disable-exact-dsml-tool-replay", help="Keep none: write calls anew.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Append every request to this file: prompts, raw replies, times.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Short for --backend cpu.")] = False,
     cuda: Annotated[bool, typer.Option("--cuda", help="Short for --backend cuda.")] = False,
@@ -50,7 +51,7 @@ def serve(
     from ds4jax.cli import console
     from ds4jax.cli.ds4_flags import take_ds4_flags
     from ds4jax.cli.loading import Numerics, open_engine
-    from ds4jax.cli.options import choose_backend, choose_model, engine_config, parse_address, read_api_keys
+    from ds4jax.cli.options import choose_backend, choose_model, engine_config, parse_address, read_api_keys, start_trace
     from ds4jax.serving.http.serve import reserve, run
 
     take_ds4_flags(context.args, console.warn)
@@ -64,7 +65,7 @@ def serve(
     server_settings = ServerConfig(
         host=address, port=port_number, model_id=choice.model_id, aliases=choice.aliases, strict_model=strict_model,
         default_max_tokens=tokens, cors=cors, prompt_style=prompt_style, api_keys=read_api_keys(api_key or [], api_key_file),
-        tool_memory_max_ids=0 if no_replay else tool_memory_max_ids,
+        tool_memory_max_ids=0 if no_replay else tool_memory_max_ids, trace=start_trace(trace),
     )  # fmt: skip
     numerics = Numerics(kv_quant, dtype)
     wanted, gpu_id = choose_backend(backend, cpu, cuda, gpu)

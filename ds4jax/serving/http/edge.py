@@ -12,13 +12,14 @@ from hypercorn.typing import ASGIReceiveCallable, ASGIReceiveEvent, ASGISendCall
 from quart import Response, request
 
 from ds4jax.config import ServerConfig
-from ds4jax.errors import EngineStoppedError
+from ds4jax.errors import Ds4jaxError, EngineStoppedError
 from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http import thinking
 from ds4jax.serving.http.call import Call, ModelNotFoundError
 from ds4jax.serving.http.choice import SHUTTING_DOWN
 from ds4jax.serving.http.conversation import Served
 from ds4jax.serving.http.generation import Generation
+from ds4jax.serving.http.trace import TraceFile
 from ds4jax.serving.metrics import Metrics
 from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class Edge:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.metrics = Metrics(engine, config.model_id)
         self.memory = ReplayMemory(config.tool_memory_max_ids)
+        self._trace = TraceFile(config.trace, tokenizer) if config.trace is not None else None
         self.created = int(time.time())
         self._open: set[Generation] = set()
         self._closing = False
@@ -55,13 +57,20 @@ class Edge:
         The generation is closed when the client leaves or has its reply. Raises CancelledError if it has left already.
         """
         client: ClientConnection = cast(dict[str, Any], request.scope)[_CLIENT]
-        call = await self.read_body(read)
-        self.check_model(call.model)
-        if client.gone:
-            raise asyncio.CancelledError
-        if (refusal := self.refusal) is not None:
-            raise EngineStoppedError(refusal)
-        generation = Generation(call, self.engine, self.tokenizer, self.metrics, self.memory)
+        body = await self._body()
+        try:
+            call = await asyncio.to_thread(read, body)
+            self.check_model(call.model)
+            if client.gone:
+                raise asyncio.CancelledError
+            if (refusal := self.refusal) is not None:
+                raise EngineStoppedError(refusal)
+            trace = self._trace.begin(call, body) if self._trace is not None else None
+            generation = Generation(call, self.engine, self.tokenizer, self.metrics, self.memory, trace)
+        except Ds4jaxError as error:
+            if self._trace is not None:
+                self._trace.refused(request.path, body, error)
+            raise
         self._open.add(generation)
         client.adopt(generation)
         return generation
@@ -71,7 +80,11 @@ class Edge:
 
         It runs in a worker thread: a long prompt takes longer to parse and encode than other streams may wait.
         """
-        return await asyncio.to_thread(read, cast(bytes, await request.get_data(as_text=False)))
+        return await asyncio.to_thread(read, await self._body())
+
+    @staticmethod
+    async def _body() -> bytes:
+        return cast(bytes, await request.get_data(as_text=False))
 
     @property
     def refusal(self) -> str | None:

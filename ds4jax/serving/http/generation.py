@@ -14,6 +14,7 @@ from ds4jax.serving.http.choice import SHUTTING_DOWN, Choice, Ending
 from ds4jax.serving.http.logprobs import Scored
 from ds4jax.serving.http.service import EventStream
 from ds4jax.serving.http.timeline import Timeline
+from ds4jax.serving.http.trace import CallTrace
 from ds4jax.serving.metrics import DISCONNECTED, ChoiceReport, Metrics
 from ds4jax.text.dsml import CallEvent, ReplayMemory
 from ds4jax.text.stream import Delta
@@ -41,11 +42,19 @@ class Piece:
 class Generation:
     """One API call at work. Whoever makes one sees to it that `close` is called, whatever happens to the client."""
 
-    def __init__(self, call: Call, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics, memory: ReplayMemory) -> None:
+    def __init__(
+        self,
+        call: Call,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        memory: ReplayMemory,
+        trace: CallTrace | None = None,
+    ) -> None:
         """Submit the call on the running loop. Raises what EngineClient.submit raises."""
         self.call = call
         self.choices = [Choice(tokenizer, call, request) for request in call.requests]
-        self._n_ctx, self._metrics, self._memory = engine.n_ctx, metrics, memory
+        self._n_ctx, self._metrics, self._memory, self._trace = engine.n_ctx, metrics, memory, trace
         self._loop = asyncio.get_running_loop()
         self._times = Timeline(len(self.choices), self._loop.time, metrics.token_followed)
         self._reported = False
@@ -76,6 +85,8 @@ class Generation:
             choice = self.choices[index]
             if choice.ending is not None:
                 continue  # sent before the engine saw our cancel
+            if self._trace is not None:
+                self._trace.took(index, event)
             deltas, calls = choice.take(event)
             if choice.ending is not None:
                 self._events.cancel(index)
@@ -86,6 +97,9 @@ class Generation:
             pieces = self._retry_calls(pieces)
         if self.call.n > 1 and (failure := self._failure(pieces)) is not None:  # answers to one question stand and fall together
             pieces += self._fail_open_choices(failure)
+        if self._trace is not None:
+            for piece in pieces:
+                self._trace.told(piece.index, piece.deltas)
         if self.ended:
             self._report()
         return pieces
@@ -112,6 +126,8 @@ class Generation:
                 log.info("%s a call that cannot be read is not tried again: %s", self.call.id, error)
                 continue
             choice.restart()
+            if self._trace is not None:
+                self._trace.restarted(piece.index, again)
             pieces = [*(other for other in pieces if other.index != piece.index), Piece(piece.index, [], restarts=True)]
         return pieces
 
@@ -135,6 +151,9 @@ class Generation:
         n_prompt, n_cached, n_generated = self.totals()
         reports = [self._choice_report(i, choice) for i, choice in enumerate(self.choices)]
         self._metrics.call_ended(self.call.endpoint, reports)
+        if self._trace is not None:
+            errors = [choice.ending.error if choice.ending else None for choice in self.choices]
+            self._trace.end(reports, errors, [list(choice.calls) for choice in self.choices])
         finishes = ",".join(report.finish for report in reports)
         queue_s, ttft_s = _seconds(report.queue_s for report in reports), _seconds(report.ttft_s for report in reports)
         log.info(
