@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ds4jax import Engine
-from ds4jax.serving.engine.api import Event, Finish, FinishReason, GenerateRequest, SamplingParams, Token
+from ds4jax.serving.engine.api import NO_ADJUSTMENTS, Adjustments, Event, Finish, FinishReason, GenerateRequest, SamplingParams, Token
 from tests.model.oracle import SMOOTH
 
 Text = list[int]
@@ -37,8 +37,10 @@ class Texts:
         self.text: dict[int, Text] = {}
         self.finish: dict[int, Finish] = {}
 
-    def submit(self, prompt: Sequence[int], n: int = N, sampling: SamplingParams = GREEDY) -> int:
-        request = self._engine.submit(GenerateRequest(tuple(prompt), n, sampling), self._events.put)
+    def submit(
+        self, prompt: Sequence[int], n: int = N, sampling: SamplingParams = GREEDY, adjustments: Adjustments = NO_ADJUSTMENTS
+    ) -> int:
+        request = self._engine.submit(GenerateRequest(tuple(prompt), n, sampling, adjustments=adjustments), self._events.put)
         self._open.add(request)
         self.text[request] = []
         return request
@@ -129,9 +131,9 @@ def compilations() -> Iterator[list[str]]:
 def test_mixed_traffic_compiles_nothing(engine: Engine, compilations: list[str]) -> None:
     texts = Texts(engine)
     for i, prompt in enumerate(PROMPTS + PROMPTS):
-        texts.submit(
-            prompt, 1 + i % 7, SamplingParams(temperature=(0.0, 0.7, 2.0)[i % 3], top_k=i % 5, top_p=(1.0, 0.5)[i % 2], min_p=0.1 * (i % 3))
-        )
+        sampling = SamplingParams((0.0, 0.7, 2.0)[i % 3], i % 5, (1.0, 0.5)[i % 2], 0.1 * (i % 3), logprobs=(None, 0, 20, 3)[i % 4])
+        adjustments = Adjustments(((i, 1.0),) * (i % 2), 1.0 + i % 3, 0.1 * (i % 5), min_tokens=i % 7) if i % 6 else NO_ADJUSTMENTS
+        texts.submit(prompt, 1 + i % 7, sampling, adjustments)
     texts.wait()
     with engine.open_session() as session:
         session.prefill(PROMPTS[9])

@@ -22,6 +22,7 @@ from tests.model.lowering import lower_for_cuda
 pytestmark = pytest.mark.smoke
 S, B, V = 5, 4, 24
 _adjust, _count, _set_slot, _sample = jax.jit(adjust), jax.jit(count_drawn), jax.jit(set_slot), jax.jit(sample)
+_draw = jax.jit(draw)
 ALL = Adjustments(((3, 5.0), (4, -100.0)), 1.5, 0.3, 0.7, 4)
 
 
@@ -99,6 +100,30 @@ def test_padding_and_what_is_drawn_inside_a_prompt_count_nowhere() -> None:
     np.testing.assert_array_equal(unusable.seen, state.seen)
     counted = _count(state, np.array([2, 0, 1, 3], np.int32), position, token)
     assert np.argwhere(np.asarray(counted.seen != state.seen)).tolist() == [[2, 6]]
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.none() | requests, min_size=B, max_size=B), st.integers(0, B - 1), st.sampled_from([0.0, 1.0]), st.sampled_from([None, 5])
+)
+def test_a_draw_is_the_same_whoever_sits_beside(
+    given_rows: list[GenerateRequest | None], row: int, temperature: float, n_top: int | None
+) -> None:
+    logits = np.random.default_rng(row).normal(0, 3, (B, V)).astype(np.float32)
+    position = np.array([len(request.prompt) if request else 7 for request in given_rows], np.int32)
+
+    def drawn(beside: list[GenerateRequest | None], n_top_beside: int | None) -> tuple[bytes, ...]:
+        state = init_adjustments(S, V)
+        for slot, request in enumerate(beside):
+            state = begin(state, slot, request)
+        rows = [Row(i, 0, SamplingParams(temperature, seed=i, logprobs=n_top if i == row else n_top_beside)) for i in range(B)]
+        _, sampling = unpack_decode(jnp.asarray(decode_control(rows, B, S)))
+        token, scores, state = _draw(logits, sampling, state, ROWS, position)
+        wanted = scores[row] if n_top else scores[:0]
+        return tuple(np.asarray(part).tobytes() for part in (token[row], wanted, state.seen[row]))
+
+    alone = [request if i == row else None for i, request in enumerate(given_rows)]
+    assert drawn(given_rows, 3) == drawn(alone, None)
 
 
 def test_a_slot_that_is_reset_is_as_new() -> None:
