@@ -23,7 +23,7 @@ from ds4jax.errors import ConfigError, DecodeFailedError
 from ds4jax.model.gguf.load import load_leaves
 from ds4jax.model.gguf.reader import GGUFFile
 from ds4jax.model.spec import ModelSpec
-from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, SamplingParams, Token
+from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, SamplingParams, Token, TokenLogprobs
 from ds4jax.serving.engine.buckets import chunk_buckets, nearest
 from ds4jax.serving.engine.core import EngineCore, monotonic_us
 from ds4jax.serving.engine.device import Row, StepHandle
@@ -99,6 +99,9 @@ class _Watched:
         tokens = self._step.tokens()
         self._runner.waited_s += time.perf_counter() - started
         return tokens
+
+    def logprobs(self, n_top: Sequence[int | None]) -> list[TokenLogprobs | None]:
+        return self._step.logprobs(n_top)
 
     def logits(self) -> Any:
         return self._step.logits()
