@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ds4jax.errors import RequestError
+from ds4jax.serving.http.strict_json import raw_default
 from ds4jax.serving.http.tool_use import ToolUse, function_tool, settle
 from ds4jax.text.dsml import Tool
 
@@ -19,7 +20,7 @@ class ToolEntry(msgspec.Struct):
     type: str | None = None
     name: str = ""
     description: str | None = None
-    input_schema: msgspec.Raw = msgspec.Raw(b"null")
+    input_schema: msgspec.Raw = raw_default(b"null")
 
 
 class ToolChoice(msgspec.Struct):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from ds4jax.errors import RequestError
+from ds4jax.serving.http.strict_json import raw_default
 from ds4jax.serving.http.tool_use import NO_IMAGE
 from ds4jax.text.chat import Message, ToolCall
 
@@ -22,7 +23,7 @@ class Block(msgspec.Struct):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: msgspec.Raw = msgspec.Raw(b"{}")
+    input: msgspec.Raw = raw_default(b"{}")
     tool_use_id: str | None = None
     content: str | list[str | Block] | None = None
     is_error: bool | None = None

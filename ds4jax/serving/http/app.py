@@ -9,7 +9,7 @@ from quart import Quart, Response, request
 
 from ds4jax.config import ServerConfig
 from ds4jax.serving.engine.api import EngineClient
-from ds4jax.serving.http import anthropic, anthropic_events, openai, openai_common, responses, status, tokens
+from ds4jax.serving.http import anthropic, anthropic_events, openai, openai_common, openapi, responses, status, tokens
 from ds4jax.serving.http.access import add_access
 from ds4jax.serving.http.edge import Edge, ReleaseAtEnd, json_response
 from ds4jax.serving.http.problems import describe
@@ -24,7 +24,7 @@ EDGE = "ds4jax"
 def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> Quart:
     """Build the ASGI app over an engine that is running already; the app neither starts nor stops it."""
     edge = Edge(engine, tokenizer, config)
-    app = Quart("ds4jax")
+    app = Quart("ds4jax", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.body_limit_bytes
     app.extensions[EDGE] = edge
     app.asgi_app = ReleaseAtEnd(app.asgi_app, edge)  # type: ignore[method-assign]
@@ -33,6 +33,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig)
     app.register_blueprint(responses.blueprint(edge))
     app.register_blueprint(tokens.blueprint(edge))
     app.register_blueprint(status.blueprint(edge))
+    app.register_blueprint(openapi.blueprint(edge))
     add_access(app, config.api_keys, cors=config.cors)
     _add_errors(app, config.body_limit_bytes)
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ds4jax.errors import RequestError
+from ds4jax.serving.http.strict_json import raw_default
 from ds4jax.serving.http.tool_use import ToolUse, settle
 from ds4jax.text.dsml import ArgumentsDelta, CallEvent, CallStart, Tool, ToolCall
 
@@ -22,7 +23,7 @@ class ToolEntry(msgspec.Struct):
     """One entry of `tools`. The function stays as its bytes, so that a prompt changes only when a client's text does."""
 
     type: str = "function"
-    function: msgspec.Raw = msgspec.Raw(b"{}")
+    function: msgspec.Raw = raw_default(b"{}")
 
 
 class HistoryFunction(msgspec.Struct):

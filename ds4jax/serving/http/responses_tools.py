@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ds4jax.errors import RequestError
+from ds4jax.serving.http.strict_json import raw_default
 from ds4jax.serving.http.tool_use import ToolUse, function_tool, settle
 from ds4jax.text.dsml import Tool
 
@@ -31,7 +32,7 @@ class ToolEntry(msgspec.Struct):
     type: str
     name: str = ""
     description: str | None = None
-    parameters: msgspec.Raw = msgspec.Raw(b"null")
+    parameters: msgspec.Raw = raw_default(b"null")
     format: ToolFormat | None = None
     execution: str | None = None
     tools: list[ToolEntry] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,11 @@ _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 _EXPECTED = re.compile(r"^Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`$")
 # The first half of a surrogate pair without the second; an even number of backslashes before it means that it is an escape.
 _LONE_SURROGATE = re.compile(rb"(?<!\\)(?:\\\\)*(?P<escape>\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])")
+
+
+def raw_default(text: bytes) -> Any:
+    """Declare a member that stays as its bytes, and is `text` where it is left out."""
+    return msgspec.field(default_factory=lambda: msgspec.Raw(text))
 
 
 def decode(data: bytes, body_type: type[Body]) -> Body:
