@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from ds4jax.errors import ConfigError, RequestError
 from ds4jax.text.dsml import Tool, ToolCall, call_block, replayed_block, tool_prompt, tool_result
+from ds4jax.text.effort import MAX_EFFORT, Thinking
 from ds4jax.text.segments import Segment, Special, Text, join_texts
 from ds4jax.text.special import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
 from ds4jax.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ class Message:
 def render(
     messages: Sequence[Message],
     *,
-    thinking: bool,
+    thinking: bool | Thinking,
     style: PromptStyle = "deepseek",
     tools: Sequence[Tool] = (),
     recall: Callable[[Sequence[ToolCall]], str | None] = lambda calls: None,
@@ -53,6 +54,8 @@ def render(
 
     What the assistant thought before the last user turn is dropped, as it was in training, unless the conversation has to do with
     tools: then thoughts lead from one call to the next, and all are kept.
+
+    Thinking.MAX puts MAX_EFFORT before everything else. True means Thinking.HIGH.
 
     A conversation that ends with a turn of the user or a tool gets `<｜Assistant｜>` and `<think>` or `</think>`. One that ends with an
     assistant turn gets nothing more: that turn is finished (as in ds4), so it is not a way to prefill an answer.
@@ -71,14 +74,14 @@ def render(
         turns = _in_order_of_calls(turns)
     last_user = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=-1)
     keeps_all = bool(tools) or any(turn.tool_calls or turn.role in TOOL_ROLES for turn in turns)
-    segments: list[Segment] = [Special(BOS), *_system_region(messages, tools, style)]
+    segments: list[Segment] = [Special(BOS), Text(MAX_EFFORT if thinking is Thinking.MAX else ""), *_system_region(messages, tools, style)]
     before: Message | None = None
     for i, turn in enumerate(turns):
         user_is_waiting = before is not None and before.role != "assistant"
         if turn.role == "assistant":
             # Without a turn to answer there is no marker: the text continues what stands before.
             if user_is_waiting:
-                segments += [Special(ASSISTANT), *_reasoning(turn, keep=thinking and (keeps_all or i > last_user))]
+                segments += [Special(ASSISTANT), *_reasoning(turn, keep=bool(thinking) and (keeps_all or i > last_user))]
             segments += [Text(turn.content), *_calls(turn, recall), Special(EOS)]
         else:
             segments += _opening(turn, before if user_is_waiting else None, style)

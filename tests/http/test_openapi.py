@@ -15,7 +15,7 @@ from quart import Quart
 
 from ds4jax.serving.http.openapi import document
 from tests.http.conftest import MakeApp, MakeEngine, MakeServer
-from tests.http.fakes import EOS_ID
+from tests.http.fakes import EOS_ID, echo
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
@@ -146,7 +146,7 @@ def test_no_request_made_from_it_breaks_the_server(make_server: MakeServer, make
     from schemathesis.core.result import Ok
     from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
-    server = make_server(make_engine(n_ctx=256), default_max_tokens=16)
+    server = make_server(make_engine(n_ctx=256, script=lambda request: echo(request) * 256), default_max_tokens=16)
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     cases = st.one_of([result.ok().as_strategy() for result in schema.get_all_operations() if isinstance(result, Ok)])
 

@@ -16,6 +16,7 @@ from ds4jax.serving.http.prompts import encode_chat
 from ds4jax.serving.http.tool_use import ToolUse
 from ds4jax.text import chat
 from ds4jax.text.dsml import ReplayMemory
+from ds4jax.text.effort import Thinking
 from ds4jax.text.tokenizer import Tokenizer
 
 
@@ -24,16 +25,21 @@ class ConversationBody(CommonBody, kw_only=True):
 
     thinking: thinking.Switch = msgspec.UNSET
     think: bool | None = None
+    enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a reader of bodies has to know of the server. memory: what the model wrote when it called tools."""
+    """What a reader of bodies has to know of the server.
+
+    n_ctx: the longest prompt it may make, in tokens; slot_ctx: tokens that a slot holds; memory: what the model wrote when it called tools.
+    """
 
     tokenizer: Tokenizer
     n_ctx: int
+    slot_ctx: int
     config: ServerConfig
     memory: ReplayMemory = field(default_factory=ReplayMemory)
 
@@ -47,12 +53,12 @@ class Prompt:
     opens_reasoning: bool
 
 
-def render(messages: Sequence[chat.Message], served: Served, *, thinks: bool, param: str, tool_use: ToolUse | None = None) -> Prompt:
+def render(messages: Sequence[chat.Message], served: Served, *, thinks: Thinking, param: str, tool_use: ToolUse | None = None) -> Prompt:
     """Render and encode a conversation. Raises RequestError, or ContextLengthError naming `param`.
 
     A reply that has to begin with a call does not think before it: its prompt ends with the beginning of the call.
     """
-    thinks = thinks and not (tool_use and tool_use.is_forced)
+    thinks = Thinking.OFF if tool_use and tool_use.is_forced else thinks.within(served.slot_ctx)
     segments = chat.render(
         messages,
         thinking=thinks,
@@ -62,7 +68,7 @@ def render(messages: Sequence[chat.Message], served: Served, *, thinks: bool, pa
     )
     if tool_use:
         segments += tool_use.opening
-    return Prompt(encode_chat(segments, served.tokenizer, served.n_ctx, param), thinks, chat.opens_reasoning(segments))
+    return Prompt(encode_chat(segments, served.tokenizer, served.n_ctx, param), bool(thinks), chat.opens_reasoning(segments))
 
 
 def request_of(prompt: Prompt, body: CommonBody, served: Served, *, limit: tuple[str, Number | None], param: str) -> GenerateRequest:

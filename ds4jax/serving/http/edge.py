@@ -44,7 +44,7 @@ class Edge:
     @property
     def served(self) -> Served:
         """What a reader of bodies has to know."""
-        return Served(self.tokenizer, self.engine.n_ctx, self.config, self.memory)
+        return Served(self.tokenizer, self.engine.n_ctx, self.engine.n_ctx, self.config, self.memory)
 
     @property
     def served_models(self) -> tuple[str, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from ds4jax.errors import RequestError
+from ds4jax.text.effort import Thinking
 
 # Ids that choose a mode when the request itself says nothing about it.
 ALIASES: Mapping[str, bool] = {"deepseek-chat": False, "deepseek-reasoner": True}
@@ -24,6 +25,7 @@ class ThinkingFields(Protocol):
 
     thinking: Switch
     think: bool | None
+    enable_thinking: bool | None
     reasoning_effort: str | None
     chat_template_kwargs: dict[str, Any] | None
 
@@ -37,13 +39,20 @@ class Effort:
     decides: bool = False
 
 
-def resolve(fields: ThinkingFields, model: str | None, *nested: Effort) -> bool:
-    """Decide whether to think; without any hint, yes.
+def resolve(fields: ThinkingFields, model: str | None, *nested: Effort) -> Thinking:
+    """Decide whether to think, and how hard; without any hint, Thinking.HIGH.
 
-    An effort of "none" always means no. Then the first explicit switch counts (`thinking`, `think`, then
-    `chat_template_kwargs.enable_thinking` and `.thinking`), then the model's alias. Raises RequestError naming the field.
+    An effort of "none" always means no. Then the first explicit switch counts (`thinking`, `think`, `enable_thinking`, then
+    `chat_template_kwargs.enable_thinking` and `.thinking`), then the model's alias. An effort of "max" anywhere means Thinking.MAX, if
+    there is thinking at all. Raises RequestError naming the field.
     """
-    efforts = [Effort("reasoning_effort", fields.reasoning_effort), *nested]
+    efforts = [Effort("reasoning_effort", fields.reasoning_effort), _template_effort(fields), *nested]
+    if not _is_on(fields, model, efforts):
+        return Thinking.OFF
+    return Thinking.MAX if any(effort.value == "max" for effort in efforts) else Thinking.HIGH
+
+
+def _is_on(fields: ThinkingFields, model: str | None, efforts: Sequence[Effort]) -> bool:
     for effort in efforts:
         if effort.value is not None and effort.value not in EFFORTS:
             raise RequestError(f"{effort.field}: got {effort.value!r}, expected one of {', '.join(EFFORTS)}", effort.field)
@@ -65,8 +74,7 @@ def _switches(fields: ThinkingFields) -> Iterator[bool]:
             yield False
         case _:
             raise RequestError('thinking: expected true, false, {"type": "enabled"} or {"type": "disabled"}', "thinking")
-    if fields.think is not None:
-        yield fields.think
+    yield from (switch for switch in (fields.think, fields.enable_thinking) if switch is not None)
     for key in ("enable_thinking", "thinking"):
         value = (fields.chat_template_kwargs or {}).get(key)
         if isinstance(value, bool):
@@ -74,3 +82,11 @@ def _switches(fields: ThinkingFields) -> Iterator[bool]:
         elif value is not None:
             name = f"chat_template_kwargs.{key}"
             raise RequestError(f"{name}: got {value!r}, expected true or false", name)
+
+
+def _template_effort(fields: ThinkingFields) -> Effort:
+    """The effort among the arguments of a chat template."""
+    name, value = "chat_template_kwargs.reasoning_effort", (fields.chat_template_kwargs or {}).get("reasoning_effort")
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{name}: got {value!r}, expected one of {', '.join(EFFORTS)}", name)
+    return Effort(name, value)
