@@ -17,7 +17,8 @@ MAX_LINES = 500
 PLAIN_ROOMS = {"config", "errors", "text"}
 MAY_IMPORT = {
     "": {"model", "serving.engine"},  # ds4jax itself: the public names, imported on demand
-    "cli": {"", "serving.http", "serving.engine", "serving.engine.api", "model", "model.gguf"},
+    "cli": {"", "serving.http", "serving.engine", "serving.engine.api", "model", "model.gguf", "evals"},
+    "evals": {"model", "serving.engine", "serving.engine.api"},  # asks an engine as a program does that uses the package
     "serving.http": {"serving.engine.api", "serving.metrics"},
     "serving.metrics": {"serving.engine.api"},
     "serving.engine": {"model", "model.gguf", "serving.engine.api", "serving.metrics"},

@@ -1,18 +1,18 @@
-"""Write a model with random weights in ds4's file layout, for tests, for trying things out and for measuring speed.
+"""Write a model in ds4's file layout: with weights that were trained, or with random ones for tests and for measuring speed.
 
-Tensors are drawn and written one by one, so the full Flash shape needs the memory of its largest tensor, not of the file.
+Tensors are made and written one by one, so the full Flash shape needs the memory of its largest tensor, not of the file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from ds4jax.config import ARCHITECTURE, METADATA_KEYS, ModelConfig
 from ds4jax.errors import ConfigError
@@ -49,25 +49,81 @@ def write_synthetic(
     The file appears under its name when it is complete; until then it is `PATH.part`.
     Raises ConfigError for an impossible shape, and OSError (a full disk) after removing the part.
     """
+    specs = _specs(config, quant, vocabulary)
+    rng = np.random.default_rng(seed)
+    _write(path, specs, to_metadata(config), vocabulary, lambda spec: _draw(rng, spec, config, vocabulary), progress)
+
+
+def write_weights(
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    quant: str,
+    weights: Mapping[str, np.ndarray],
+    vocabulary: Vocabulary,
+    about: Mapping[str, str | list[str]] | None = None,
+) -> None:
+    """Write a GGUF file with given weights.
+
+    Args:
+        config, quant, vocabulary: as for `write_synthetic`; q8 is the only quant that can be made from given weights.
+        weights: an array for each tensor of the layout, by name, in its logical shape; rounded to the tensor's type here.
+        about: further metadata, such as "general.license".
+
+    Raises ConfigError for a weight that is missing, of another shape, or not finite.
+    """
+    if quant != "q8":
+        raise ConfigError(f"quant: got {quant!r}; given weights can only be written as q8")
+    specs = _specs(config, quant, vocabulary)
+    for spec in specs:
+        given = weights.get(spec.name)
+        if given is None or given.shape != spec.shape:
+            raise ConfigError(f"{spec.name}: got {'nothing' if given is None else given.shape}, expected weights of shape {spec.shape}")
+        if not np.isfinite(given).all():
+            raise ConfigError(f"{spec.name}: some weights are not finite; did the training diverge?")
+    _write(path, specs, to_metadata(config) | dict(about or {}), vocabulary, lambda spec: as_stored(spec, weights[spec.name]))
+
+
+def as_stored(spec: TensorSpec, values: np.ndarray) -> np.ndarray:
+    """Round values to a tensor's type: an array of that type, or the bytes of its blocks."""
+    if spec.kind in _PLAIN_DTYPES:
+        return values.astype(_PLAIN_DTYPES[spec.kind])
+    return quants.quantize(values.astype(np.float32), GGMLQuantizationType[spec.kind])
+
+
+def _specs(config: ModelConfig, quant: str, vocabulary: Vocabulary) -> list[TensorSpec]:
+    """List a file's tensors. Raises ConfigError where its shape is impossible."""
     if len(vocabulary.tokens) != config.n_vocab:
         raise ConfigError(f"vocab_size: the configuration says {config.n_vocab}, the vocabulary has {len(vocabulary.tokens)} tokens")
     specs = list(ds4_tensors(config, quant))
     for spec in specs:
         _check_whole_blocks(spec)
+    return specs
 
+
+def _write(
+    path: str | os.PathLike[str],
+    specs: list[TensorSpec],
+    metadata: dict[str, Any],
+    vocabulary: Vocabulary,
+    values_of: Callable[[TensorSpec], np.ndarray],
+    progress: Progress | None = None,
+) -> None:
+    """Write header and tensors, asking for the values of each in file order."""
     part = Path(f"{os.fspath(path)}.part")
     writer = GGUFWriter(part, ARCHITECTURE)
     try:
-        _add_metadata(writer, to_metadata(config), vocabulary)
+        _add_metadata(writer, metadata, vocabulary)
         for spec in specs:
             _add_info(writer, spec)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, values, done, total in _draw_all(specs, config, vocabulary, seed):
-            writer.write_tensor_data(values)
+        done, total = 0, sum(map(_size_bytes, specs))
+        for spec in specs:
+            writer.write_tensor_data(values_of(spec))
+            done += _size_bytes(spec)
             if progress:
-                progress(done, total, name)
+                progress(done, total, spec.name)
         writer.close()
         part.replace(path)
     except BaseException:
@@ -132,18 +188,6 @@ def _check_whole_blocks(spec: TensorSpec) -> None:
             f"{spec.name}: rows of {spec.shape[-1]} values cannot be stored as {spec.kind}, which needs a multiple of {values}. "
             "Choose another quant, or other sizes."
         )
-
-
-def _draw_all(
-    specs: list[TensorSpec], config: ModelConfig, vocabulary: Vocabulary, seed: int
-) -> Iterator[tuple[str, np.ndarray, int, int]]:
-    """Draw tensor after tensor: name, values, bytes done with it, bytes in all."""
-    rng = np.random.default_rng(seed)
-    total = sum(map(_size_bytes, specs))
-    done = 0
-    for spec in specs:
-        done += _size_bytes(spec)
-        yield spec.name, _draw(rng, spec, config, vocabulary), done, total
 
 
 def _draw(rng: np.random.Generator, spec: TensorSpec, config: ModelConfig, vocabulary: Vocabulary) -> np.ndarray:
