@@ -233,7 +233,7 @@ class Runner:
         for bucket in self.decode_buckets:
             last = self._launch(("decode", bucket), batch.decode_control([Row(outside, 0, sampling)], bucket, outside), 1)
         self.clear(0)
-        self._adjusted.add(0)
+        self._adjusted.add(0)  # or there would be nothing to take back
         self.adjust(0, None)
         if last is not None:
             last.tokens()
