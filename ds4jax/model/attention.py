@@ -18,6 +18,7 @@ from ds4jax.config import ModelConfig
 from ds4jax.model.cache import KVCache
 from ds4jax.model.compressor import Compressor
 from ds4jax.model.indexer import NO_ROW, Indexer
+from ds4jax.model.kernels import flash, index
 from ds4jax.model.norm import rms_norm
 from ds4jax.model.quant import grouped_matmul, matmul, project
 from ds4jax.model.rope import frequencies, rotate
@@ -26,6 +27,7 @@ from ds4jax.model.weights import Take
 
 TILE = 256  # compressed rows attended at a time
 QUERY_TILE = 128  # tokens of a chunk that attend together
+MOST_SCORES = 1 << 29  # of a chunk's tokens for compressed rows, that kernels keep: 2 GiB, which they can address
 CHOICE_TILE = 32  # the same on layers where every token gathers rows of its own
 
 
@@ -58,7 +60,7 @@ class Attention(nnx.Module):
     """One layer's attention. ratio: 0, 4 or 128."""
 
     def __init__(self, config: ModelConfig, take: Take, prefix: str, ratio: int, kv_quant: str) -> None:
-        self.config, self.ratio = config, ratio
+        self.config, self.ratio, self.kernels = config, ratio, take.kernels
         d, n, k, q = config.n_embd, config.n_head, config.head_dim, config.q_lora_rank
         self.q_a_norm = nnx.Param(take.vector(f"{prefix}attn_q_a_norm.weight", q))
         self.q_b = nnx.Param(take.matrix(f"{prefix}attn_q_b.weight", n * k, q))
@@ -101,14 +103,16 @@ class Attention(nnx.Module):
         # Compress first, attend after: a token sees the row that it completes itself.
         if self.ratio:
             cache = self._compress(rest, flat_position, cache, at, span, t)
-        query_index = None
-        if self.ratio == 4:
-            iq, weight = self.indexer.queries(lora, rest[-1], flat_position, dtype)
-            query_index = iq.reshape(b, t, *iq.shape[1:]), weight.reshape(b, t, -1)
-        if t == 1:
-            o, cache = self._attend_step(q, kv, query_index, cache, at, span)
+        projected = (self._linear(lora, self.indexer.attn_q_b, dtype), rest[-1]) if self.ratio == 4 else None  # for the indexer
+        if t > 1 and self.kernels and takes_chunk(cache, self.config, b * t):
+            o, cache = self._attend_flash(q, kv, projected, cache, at, span)
         else:
-            o, cache = self._attend_chunk(q, kv, query_index, cache, at, span)
+            query_index = None
+            if projected is not None:
+                iq, weight = self.indexer.queries(*projected, flat_position)
+                query_index = iq.reshape(b, t, *iq.shape[1:]), weight.reshape(b, t, -1)
+            attend = self._attend_step if t == 1 else self._attend_chunk
+            o, cache = attend(q, kv, query_index, cache, at, span)
         o = rotate(o, position[:, :, None], omega, inverse=True)
 
         g = self.config.n_out_group
@@ -193,10 +197,7 @@ class Attention(nnx.Module):
         """Attend with T tokens a row, in tiles of queries. q: [B, T, N, K]; kv: [B, T, K]."""
         b, t = kv.shape[:2]
         w = self.config.n_window
-        before = span.start[:, None] - w + jnp.arange(w)[None, :]  # positions of the rows that precede the chunk
-        old = cache.raw.read(at.raw, span.slot[:, None], before % w)
-        keys = jnp.concatenate([old, cache.raw.round(kv)], axis=1)  # [B, W + T, K], position start - W + i
-
+        keys = self._chunk_keys(kv, cache, at, span)
         step = min(CHOICE_TILE if query_index is not None else QUERY_TILE, t)
         padded = -(-t // step) * step
         q, keys = (jnp.pad(a, ((0, 0), (0, padded - t)) + ((0, 0),) * (a.ndim - 2)) for a in (q, keys))
@@ -221,8 +222,50 @@ class Attention(nnx.Module):
         tiles = jax.lax.map(tile, jnp.arange(padded // step) * step)  # [padded / step, B, step, N, K]
         o = jnp.moveaxis(tiles, 0, 1).reshape(b, padded, *tiles.shape[3:])[:, :t]
 
-        # The ring keeps the last W real tokens of the chunk.
+        return o, self._keep_window(kv, cache, at, span)
+
+    def _attend_flash(
+        self, q: jax.Array, kv: jax.Array, projected: tuple[jax.Array, jax.Array] | None, cache: KVCache, at: LayerIndex, span: Span
+    ) -> tuple[jax.Array, KVCache]:
+        """Attend as `_attend_chunk`, by kernels. projected: what `Indexer.queries` takes."""
+        c, (b, t) = self.config, kv.shape[:2]
         offset = jnp.arange(t)[None, :]
+        position = span.start[:, None] + offset
+        keys, n_comp, chosen = [self._chunk_keys(kv, cache, at, span)], jnp.zeros_like(position), None
+        if self.ratio:
+            rows = cache.comp4 if self.ratio == 4 else cache.comp128
+            keys.append(rows.read(at.comp, span.slot[:, None], jnp.arange(rows.n_row)[None, :]))
+            n_comp = jnp.minimum((position + 1) // self.ratio, rows.n_row)
+            if projected is not None and rows.n_row > c.index_top_k:
+                slot = jnp.where(offset < span.n[:, None], span.slot[:, None], cache.n_slot)
+                flat = slot.reshape(-1), position.reshape(-1)
+                omega = frequencies(c, compressed=True)
+                number, count = index.choose_rows(*projected, cache.index, jnp.asarray(at.comp), *flat, top_k=c.index_top_k, omega=omega)
+                chosen, n_comp = number.reshape(b, t, -1), count.reshape(b, t)
+        exact = jnp.float16 if cache.raw.format == "fp8" else jnp.bfloat16  # holds what the cache holds
+        o = flash.flash(
+            q.astype(exact), jnp.concatenate(keys, axis=1).astype(exact), self.sinks.get_value()[None], jnp.zeros(1, jnp.int32),
+            span.start, span.n, n_comp, chosen, window=c.n_window,
+        )  # fmt: skip
+        return o.astype(jnp.float32), self._keep_window(kv, cache, at, span)
+
+    def _chunk_keys(self, kv: jax.Array, cache: KVCache, at: LayerIndex, span: Span) -> jax.Array:
+        """Return the rows of the window before a chunk, then its own: [B, W + T, K], row i of position start - W + i."""
+        w = self.config.n_window
+        before = span.start[:, None] - w + jnp.arange(w)[None, :]
+        old = cache.raw.read(at.raw, span.slot[:, None], before % w)
+        return jnp.concatenate([old, cache.raw.round(kv)], axis=1)
+
+    def _keep_window(self, kv: jax.Array, cache: KVCache, at: LayerIndex, span: Span) -> KVCache:
+        """Keep the last W real tokens of a chunk in the ring."""
+        w, offset = self.config.n_window, jnp.arange(kv.shape[1])[None, :]
         stays = (offset < span.n[:, None]) & (offset >= span.n[:, None] - w)
         row = jnp.where(stays, (span.start[:, None] + offset) % w, w)
-        return o, dataclasses.replace(cache, raw=cache.raw.write(at.raw, span.slot[:, None], row, kv))
+        return dataclasses.replace(cache, raw=cache.raw.write(at.raw, span.slot[:, None], row, kv))
+
+
+def takes_chunk(cache: KVCache, config: ModelConfig, n_token: int) -> bool:
+    """Whether kernels attend with a chunk of so many tokens, on this cache."""
+    if cache.index.n_row > config.index_top_k and not (index.fits(cache.index) and n_token * cache.index.n_row < MOST_SCORES):
+        return False
+    return flash.fits(config.n_head, config.head_dim, config.n_window)

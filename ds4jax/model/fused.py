@@ -1,14 +1,16 @@
-"""A decode step's layers on a GPU, in as few launches as they take.
+"""The layers on a GPU, in as few launches as they take.
 
 The same mathematics as `transformer.Block`, which is the twin of this file: there every operation is plain array code,
-here each line is one kernel. What a kernel takes from a layer's weights it reads inside the whole stack; nothing is
-copied, and no loop asks the host how long it runs.
+here each line of a decode step is one kernel. What a kernel takes from a layer's weights it reads inside the whole stack;
+nothing is copied, and no loop asks the host how long it runs. A prompt's chunk enters and leaves its blocks the same way;
+inside them it has enough tokens for matrix products of expanded weights, and kernels where those would not do
+(`Attention`, `MoE`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ds4jax.config import ModelConfig
-from ds4jax.model.attention import Attention, LayerIndex, Span
+from ds4jax.model.attention import Attention, LayerIndex, Span, takes_chunk
 from ds4jax.model.cache import KVCache
 from ds4jax.model.compressor import Compressor
 from ds4jax.model.hyper import HyperConnection
@@ -27,9 +29,11 @@ from ds4jax.model.quant.kernels import dense, experts
 from ds4jax.model.rope import frequencies
 
 if TYPE_CHECKING:
-    from ds4jax.model.transformer import Block, Stack
+    from ds4jax.model.transformer import Stack
 
 MOST_ROWS = 64  # of a step
+
+RunLayer = Callable[[int, jax.Array, "Streams", KVCache], tuple["Streams", KVCache]]
 
 
 def fits(config: ModelConfig, kinds: Mapping[str, str]) -> bool:
@@ -48,8 +52,10 @@ def fits(config: ModelConfig, kinds: Mapping[str, str]) -> bool:
     return all(taken(name, kind) for name, kind in kinds.items() if name != "token_embd.weight" and kind != "I32")
 
 
-def takes(cache: KVCache, config: ModelConfig, n_row: int) -> bool:
-    """Whether the kernels take a step of so many rows on this cache: there are sizes of arrays that they cannot address."""
+def takes(cache: KVCache, config: ModelConfig, n_row: int, n_token: int) -> bool:
+    """Whether the kernels take so many rows of so many tokens on this cache: there are sizes of arrays that they cannot address."""
+    if n_token > 1:
+        return takes_chunk(cache, config, n_row * n_token)
     attended = all(attend.fits(cache.raw, comp, config.n_head) for comp in (cache.comp4, cache.comp128))
     return n_row <= MOST_ROWS and attended and (cache.index.n_row <= config.index_top_k or index.fits(cache.index))
 
@@ -68,10 +74,10 @@ class Streams:
     comb: jax.Array
 
     @classmethod
-    def begin(cls, x: jax.Array, n_part: int) -> Streams:
-        """Wrap streams that nothing waits to join, in the shape that n_part experts and a shared one leave."""
+    def begin(cls, x: jax.Array, n_parts: Sequence[int]) -> Streams:
+        """Wrap streams that nothing waits to join, in the shape that a layer with parts of these sizes leaves."""
         m, h, d = x.shape
-        nothing = (jnp.zeros((m, n_part, d), x.dtype), jnp.zeros((m, 1, d), x.dtype))
+        nothing = tuple(jnp.zeros((m, n, d), x.dtype) for n in n_parts)
         return cls(x, nothing, jnp.zeros((m, h), x.dtype), jnp.broadcast_to(jnp.eye(h, dtype=x.dtype), (m, h, h)))
 
     def end(self) -> jax.Array:
@@ -80,28 +86,56 @@ class Streams:
         return HyperConnection.post(out, self.x, self.post, self.comb)
 
 
-def run_stack(stack: Stack, streams: Streams, token: jax.Array, cache: KVCache, span: Span) -> tuple[Streams, KVCache]:
-    """Run all layers of a stack with one token a row. token: int32 [M]."""
+def run(stacks: Iterable[Stack], x: jax.Array, token: jax.Array, cache: KVCache, span: Span, n_used: int) -> tuple[jax.Array, KVCache]:
+    """Run all layers of stacks on streams x [M, H, D] of tokens int32 [M], M / B for each row of the span: [M, H, D] and the cache.
+
+    n_used: experts of a token.
+    """
+    step = len(token) == len(span.slot)
+    streams = Streams.begin(x, (n_used, 1) if step else (1,))
+    for stack in stacks:
+        streams, cache = (_run_step if step else _run_chunk)(stack, streams, token, cache, span)
+    return streams.end(), cache
+
+
+def _run_step(stack: Stack, streams: Streams, token: jax.Array, cache: KVCache, span: Span) -> tuple[Streams, KVCache]:
+    """Run a stack with one token a row."""
+
+    def layer(p: int, i: jax.Array, streams: Streams, cache: KVCache) -> tuple[Streams, KVCache]:
+        block, at = stack.blocks[p], i.reshape(1)
+        x, y, post, comb = _site(block.hc_attn, block.attn_norm.get_value(), streams, at)
+        out, cache = _attention(block.attn, y, cache, stack.layer_index(p, i), at, span)
+        x, y, post, comb = _site(block.hc_ffn, block.ffn_norm.get_value(), Streams(x, (out[:, None],), post, comb), at)
+        return Streams(x, _experts(block.ffn, y, token, span.live(1, cache.n_slot), at), post, comb), cache
+
+    return _scan(stack, layer, streams, cache)
+
+
+def _run_chunk(stack: Stack, streams: Streams, token: jax.Array, cache: KVCache, span: Span) -> tuple[Streams, KVCache]:
+    """Run a stack with a chunk of tokens a row."""
+    n_row, n_token = len(span.slot), len(token) // len(span.slot)
+    live = span.live(n_token, cache.n_slot)
+
+    def layer(p: int, i: jax.Array, streams: Streams, cache: KVCache) -> tuple[Streams, KVCache]:
+        block, at = stack.blocks[p], i.reshape(1)
+        attn, ffn = stack.layer(block.attn, i), stack.layer(block.ffn, i)
+        x, y, post, comb = _site(block.hc_attn, block.attn_norm.get_value(), streams, at)
+        out, cache = attn(y.reshape(n_row, n_token, -1), cache, stack.layer_index(p, i), span, jnp.dtype(jnp.bfloat16))
+        x, y, post, comb = _site(block.hc_ffn, block.ffn_norm.get_value(), Streams(x, (out.reshape(y.shape)[:, None],), post, comb), at)
+        return Streams(x, (ffn(y, token, live, i, jnp.dtype(jnp.bfloat16))[:, None],), post, comb), cache
+
+    return _scan(stack, layer, streams, cache)
+
+
+def _scan(stack: Stack, layer: RunLayer, streams: Streams, cache: KVCache) -> tuple[Streams, KVCache]:
+    """Run layer(member of the pattern, round, streams, cache) for all layers of a stack."""
 
     def body(carry: tuple[Streams, KVCache], i: jax.Array) -> tuple[tuple[Streams, KVCache], None]:
-        streams, cache = carry
-        for p, block in enumerate(stack.blocks):
-            streams, cache = _block(block, streams, token, cache, stack.layer_index(p, i), i, span)
-        return (streams, cache), None
+        for p in range(stack.plan.period):
+            carry = layer(p, i, *carry)
+        return carry, None
 
     return jax.lax.scan(body, (streams, cache), jnp.arange(stack.plan.repeats, dtype=jnp.int32))[0]
-
-
-def _block(
-    block: Block, streams: Streams, token: jax.Array, cache: KVCache, at: LayerIndex, i: jax.Array, span: Span
-) -> tuple[Streams, KVCache]:
-    """Run one layer, the i-th of its stack."""
-    layer = i.reshape(1)
-    x, y, post, comb = _site(block.hc_attn, block.attn_norm.get_value(), streams, layer)
-    out, cache = _attention(block.attn, y, cache, at, layer, span)
-    streams = Streams(x, (out[:, None],), post, comb)
-    x, y, post, comb = _site(block.hc_ffn, block.ffn_norm.get_value(), streams, layer)
-    return Streams(x, _experts(block.ffn, y, token, span.live(1, cache.n_slot), layer), post, comb), cache
 
 
 def _site(hc: HyperConnection, norm: jax.Array, streams: Streams, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

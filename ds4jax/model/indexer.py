@@ -15,7 +15,6 @@ from flax import nnx
 from ds4jax.config import ModelConfig
 from ds4jax.model.cache import Rows
 from ds4jax.model.compressor import Compressor
-from ds4jax.model.quant import matmul
 from ds4jax.model.rope import frequencies, rotate
 from ds4jax.model.rounding import fp4_sim, hadamard
 from ds4jax.model.weights import Take
@@ -37,18 +36,17 @@ class Indexer(nnx.Module):
         """Name the matrices that project the block's input, with their rows: the compressor's two, then the heads' weights."""
         return self.compressor.inputs(f"{prefix}_compressor") | {f"{prefix}.proj.weight": self.config.n_index_head}
 
-    def queries(self, lora: jax.Array, weight: jax.Array, position: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Compute the index queries and the weight of each indexer head.
+    def queries(self, q: jax.Array, weight: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Finish the index queries and the weight of each indexer head.
 
         Args:
-            lora: [M, Q] f32, the normalised low-rank query. weight: [M, I] f32, projected. position: int32 [M].
+            q: [M, I*J] f32, the low-rank query times `attn_q_b`. weight: [M, I] f32, projected too. position: int32 [M].
 
         Returns:
             queries [M, I, J] f32 and weights [M, I] f32; both scales (1/sqrt(J), 1/sqrt(I)) are in the weights.
         """
         i, j = self.config.n_index_head, self.config.index_dim
-        q = matmul(lora.astype(dtype), self.attn_q_b.get_value(), out_dtype=jnp.float32).reshape(-1, i, j)
-        q = rotate(q, position[:, None], frequencies(self.config, compressed=True))
+        q = rotate(q.reshape(-1, i, j), position[:, None], frequencies(self.config, compressed=True))
         if self.rounded:
             q = fp4_sim(hadamard(q))
         return q, weight * (1.0 / (i * j) ** 0.5)

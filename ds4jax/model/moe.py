@@ -8,7 +8,7 @@ from flax import nnx
 
 from ds4jax.config import ModelConfig
 from ds4jax.model.quant import QTensor, dot, expert_apply, matmul, project, route
-from ds4jax.model.quant.kernels import experts
+from ds4jax.model.quant.kernels import experts, grouped
 from ds4jax.model.weights import Take
 
 
@@ -17,6 +17,7 @@ class Experts(nnx.Param):
     layer: their product picks layer and expert together, so nobody copies the experts of a layer to use a few."""
 
 
+GROUPED_FROM = 128  # tokens that share the decoding of an expert's weights; fewer meet it one by one
 MIN_WEIGHT_SUM = 2.0**-14  # floor of the routing weights' sum, as ds4 has it
 
 
@@ -66,19 +67,23 @@ class MoE(nnx.Module):
         n_used = expert.shape[1]
         chosen = jnp.where(live[:, None], expert, self.config.n_expert).reshape(-1)
         weights = [w.get_value() for w in (self.gate_exps, self.up_exps, self.down_exps)]
-        if self.kernels:
+        if self.kernels and m >= GROUPED_FROM and grouped.fits(*weights):
+            index = jnp.reshape(layer, 1).astype(jnp.int32)
+            terms = [grouped.apply_grouped(x, weight, chosen.reshape(m, n_used), weights, index, self.clamp)]
+        elif self.kernels:
             order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
             pairs = experts.Pairs(chosen[order].astype(jnp.int32), order)
             routed = experts.apply_experts(x, weight, pairs, weights, jnp.reshape(layer, 1).astype(jnp.int32), self.clamp)
+            terms = [routed[:, i] for i in range(n_used)]
         else:
-            routed = self._routed(x.astype(dtype), weight, chosen, weights, layer)
+            routed = self._routed(x.astype(dtype), weight, chosen, weights, layer).reshape(m, n_used, d)
+            terms = [routed[:, i] for i in range(n_used)]
 
         gate_up = self.gate_up_shexp.get_value()
         gate, up = gate_up.split(project(x.astype(dtype), gate_up, out_dtype=jnp.float32))
         shared = matmul(swiglu(gate, up, self.clamp_shared).astype(dtype), self.down_shexp.get_value(), out_dtype=jnp.float32)
-        routed = routed.reshape(m, n_used, d)
         # Term by term: elementwise sums fuse, where a reduction over so short an axis is a slow kernel of its own on a CPU.
-        return sum((routed[:, i] for i in range(n_used)), shared)
+        return sum(terms, shared)
 
     def _routed(self, x: jax.Array, weight: jax.Array, chosen: jax.Array, weights: list[QTensor], layer: jax.Array) -> jax.Array:
         """Apply the chosen experts [M*X] to x [M, D]: f32 [M*X, D]."""

@@ -7,7 +7,7 @@ each kind of layer, and few leaves, since every leaf costs dispatch time.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from ds4jax.model.norm import rms_norm
 from ds4jax.model.quant import embed, matmul
 from ds4jax.model.quant.kernels import dense
 from ds4jax.model.weights import LayerTake, StackPlan, Take
+
+M = TypeVar("M")
 
 
 class Block(nnx.Module):
@@ -72,20 +74,23 @@ class Stack(nnx.Module):
 
     def __call__(self, x: jax.Array, token: jax.Array, cache: KVCache, span: Span, dtype: jnp.dtype) -> tuple[jax.Array, KVCache]:
         """Run all layers of the stack on streams x [M, H, D]."""
-        graph, *states = nnx.split(self.blocks, Experts, ...)
-        experts, rest = states
 
         def body(carry: tuple[jax.Array, KVCache], i: Any) -> tuple[tuple[jax.Array, KVCache], None]:
             x, cache = carry
-            layer = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), rest)
-            blocks = nnx.merge(graph, experts, layer)
-            for p, block in enumerate(blocks):
+            for p, block in enumerate(self.layer(self.blocks, i)):
                 x, cache = block(x, token, cache, self.layer_index(p, i), i, span, dtype)
             return (x, cache), None
 
         if self.plan.repeats == 1:  # a loop of one would only hide constant indices from the compiler
             return body((x, cache), 0)[0]
         return jax.lax.scan(body, (x, cache), jnp.arange(self.plan.repeats))[0]
+
+    @staticmethod
+    def layer(part: M, i: Any) -> M:
+        """Cut modules of the stack to the leaves of round i; experts stay whole."""
+        graph, *states = nnx.split(part, Experts, ...)
+        experts, rest = states
+        return nnx.merge(graph, experts, jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), rest))
 
     def layer_index(self, p: int, i: Any) -> LayerIndex:
         """Find where member p of the pattern keeps its state in round i."""
@@ -97,7 +102,7 @@ class Stack(nnx.Module):
 class Transformer(nnx.Module):
     """All weights and the forward pass. Matrices of any GGUF type; compute type of products chosen by the caller.
 
-    kernels: whether decode steps run on kernels (`fused`).
+    kernels: whether layers run on kernels (`fused`).
     """
 
     def __init__(self, config: ModelConfig, take: Take, kv_quant: str) -> None:
@@ -113,13 +118,11 @@ class Transformer(nnx.Module):
         flat = token.reshape(-1)
         x = embed(flat, self.token_embd.get_value())  # [M, D]
         x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.n_hc, x.shape[1]))
-        if self.kernels and token.shape[1] == 1 and fused.takes(cache, self.config, len(flat)):
-            streams = fused.Streams.begin(x, self.config.n_expert_used)
+        if self.kernels and fused.takes(cache, self.config, *token.shape):
+            x, cache = fused.run(self.stacks, x, flat, cache, span, self.config.n_expert_used)
+        else:
             for stack in self.stacks:
-                streams, cache = fused.run_stack(stack, streams, flat, cache, span)
-            return streams.end().reshape(*token.shape, *x.shape[1:]), cache
-        for stack in self.stacks:
-            x, cache = stack(x, flat, cache, span, dtype)
+                x, cache = stack(x, flat, cache, span, dtype)
         return x.reshape(*token.shape, *x.shape[1:]), cache
 
     def logits(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:

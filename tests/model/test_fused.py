@@ -1,4 +1,4 @@
-"""A decode step on kernels against the same step on plain array code, over the boundaries of windows and of the indexer's choice."""
+"""Steps and chunks on kernels against the same on plain array code, over the boundaries of windows and of the indexer's choice."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,11 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from ds4jax.config import FLASH
-from ds4jax.model import fused
-from ds4jax.model.cache import init_cache
+from ds4jax.model import fused, moe
+from ds4jax.model.cache import export_slot, init_cache
 from ds4jax.model.gguf.random_leaves import random_leaves, random_spec
+from ds4jax.model.kernels import flash, hyper
+from ds4jax.model.quant.kernels import grouped
+from ds4jax.model.spec import abstract_model
 from ds4jax.model.steps import DecodeBatch, PrefillBatch, decode_step, prefill_chunk
 
 # Flash in small: every kind of layer, sizes that the kernels take, and few enough chosen rows that the indexer has to choose.
@@ -20,33 +24,77 @@ SMALL = replace(
     n_window=64, compress_ratios=(0, 4, 128, 4, 128), n_hash_layer=1, n_index_head=16, index_top_k=16, n_expert=4, n_expert_used=2,
     n_ff=256, swiglu_clamp=(10.0,) * 5, swiglu_clamp_shared=(10.0,) * 5,
 )  # fmt: skip
-SLOTS, CTX = 3, 512
+SLOTS, CTX, CHUNK = 3, 512, 32
+
+
+@partial(jax.jit, static_argnums=0)
+def run(spec: Any, leaves: Any, cache: Any, batch: Any) -> Any:
+    step = decode_step if isinstance(batch, DecodeBatch) else prefill_chunk
+    return step(abstract_model(spec).merge(leaves), cache, batch, jnp.bfloat16)
+
+
+def chunk(rng: np.random.Generator, slot: int, n: int) -> PrefillBatch:
+    return PrefillBatch(rng.integers(0, 256, (1, CHUNK)).astype(np.int32), np.int32([slot]), np.int32([n]))
 
 
 def test_steps_on_kernels_are_those_of_the_plain_path() -> None:
     plain = random_spec(SMALL, "q2", "ds4", "bfloat16")
     assert fused.fits(SMALL, dict(plain.kinds))
     specs = [replace(plain, kernels=kernels) for kernels in (False, True)]
-    models = [random_leaves(spec, "q2") for spec in specs]
-
-    @partial(jax.jit, static_argnums=0)
-    def run(kernels: bool, leaves: Any, cache: Any, batch: Any) -> Any:
-        step = decode_step if isinstance(batch, DecodeBatch) else prefill_chunk
-        return step(models[kernels].merge(leaves), cache, batch, jnp.bfloat16)
+    leaves = [random_leaves(spec, "q2").leaves for spec in specs]
 
     rng = np.random.default_rng(0)
     cache = init_cache(SMALL, SLOTS, CTX, "ds4", "bfloat16")
-    for slot, n in ((0, 126), (2, 61)):  # a window of 128 closes at the second step, and the indexer chooses 16 of 30 rows
-        batch = PrefillBatch(rng.integers(0, 256, (1, 128)).astype(np.int32), np.int32([slot]), np.int32([n]))
-        cache = run(False, models[False].leaves, cache, batch)[1]
+    # A window of 128 closes at the second step, and the indexer chooses 16 of 30 rows.
+    for slot, n in [(0, 32), (2, 32)] * 2 + [(0, 32), (0, 30)]:
+        cache = run(specs[False], leaves[False], cache, chunk(rng, slot, n))[1]
     caches, errors = [cache, cache], []
     for _ in range(4):
         batch = DecodeBatch(rng.integers(0, 256, 4).astype(np.int32), np.int32([2, SLOTS, 0, SLOTS]))
         logits = []
         for kernels in (False, True):
-            y, caches[kernels] = run(kernels, models[kernels].leaves, caches[kernels], batch)
+            y, caches[kernels] = run(specs[kernels], leaves[kernels], caches[kernels], batch)
             logits.append(np.asarray(y)[[0, 2]])
         errors += [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(*logits, strict=True)]
     # Both round activations, the kernels to int8 before experts: some per cent of random weights' logits. Where two experts or rows
     # score nearly the same, the paths may choose differently, and random weights then have little in common.
     assert np.median(errors) < 0.04 and np.mean(np.array(errors) < 0.08) >= 0.75, errors
+
+
+def test_chunks_on_kernels_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = grouped.Tile(rows=64, groups=8, warps=4, stages=1)
+    for module, constants in (
+        (grouped, {"GATE_UP": tile, "DOWN": tile}),
+        (flash, {"TILE": flash.Tile(16, 4, 1)}),
+        (moe, {"GROUPED_FROM": CHUNK}),
+        (hyper, {"MANY": CHUNK}),
+    ):
+        for name, value in constants.items():
+            monkeypatch.setattr(module, name, value)
+    plain = random_spec(SMALL, "q2", "ds4", "bfloat16")
+    specs = [replace(plain, kernels=kernels) for kernels in (False, True)]
+    leaves = [random_leaves(spec, "q2").leaves for spec in specs]
+    rng = np.random.default_rng(0)
+    caches = [init_cache(SMALL, SLOTS, CTX, "ds4", "bfloat16")] * 2
+    untouched = jax.tree.leaves(export_slot(caches[0], 1))
+    errors = []
+    for slot, n in (
+        (0, 32),
+        (2, 31),
+        (0, 32),
+        (0, 30),
+        (2, 20),
+        (0, 32),
+        (0, 32),
+    ):  # past what the indexer takes whole, and a window of 128
+        batch, logits = chunk(rng, slot, n), []
+        for kernels in (False, True):
+            y, caches[kernels] = run(specs[kernels], leaves[kernels], caches[kernels], batch)
+            logits.append(np.asarray(y)[0])
+        errors.append(np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0]))
+    assert np.median(errors) < 0.03 and errors[0] < 0.03, errors  # as above; both round activations to bfloat16, in other places
+    for name in ("raw", "comp4", "comp128"):
+        a, b = (getattr(cache, name).read(0, np.int32([0]), np.int32([0])) for cache in caches)
+        assert np.linalg.norm(a - b) < 0.06 * np.linalg.norm(a), name
+    for before, after in zip(untouched, jax.tree.leaves(export_slot(caches[True], 1)), strict=True):
+        np.testing.assert_array_equal(before, after)

@@ -44,7 +44,7 @@ def test_each_pair_is_in_one_block_of_its_expert(choice: list[int]) -> None:
 _cut = jax.jit(partial(cut_into_blocks, n_expert=4, rows=16), compiler_options=QUICK)
 
 
-@pytest.mark.parametrize(("n_token", "members"), [(256, 16), (1024, 32), (2048, 64), (4096, 64)])
+@pytest.mark.parametrize(("n_token", "members"), [(128, 16), (256, 16), (1024, 64), (2048, 128), (4096, 128)])
 def test_a_block_holds_what_an_expert_gets(n_token: int, members: int) -> None:
     assert grouped.block_members(6 * n_token, 256) == members
 
@@ -135,11 +135,11 @@ def shapes(pairing: tuple[str, str], sizes: tuple[int, int], f: int, d: int) -> 
 
 
 def test_what_they_cannot_take_is_refused() -> None:
-    gate, up, down = shapes(PAIRINGS[0], (1, 2), 1024, 2048)
+    gate, up, down = shapes(PAIRINGS[0], (1, 2), 2048, 4096)
     assert grouped.fits(gate, up, down)
-    assert not grouped.fits(gate, shapes(PAIRINGS[1], (1, 2), 1024, 2048)[1], down)  # gate and up differ
+    assert not grouped.fits(gate, shapes(PAIRINGS[1], (1, 2), 2048, 4096)[1], down)  # gate and up differ
     assert not grouped.fits(*(quant.QTensor(w.kind.removesuffix(":words"), w.fields) for w in (gate, up, down)))  # as in the file
-    assert not grouped.fits(*shapes(PAIRINGS[0], (1, 2), 256, 2048))  # hidden rows too short for a step
+    assert not grouped.fits(*shapes(PAIRINGS[0], (1, 2), 256, 4096))  # hidden rows too short for a step
 
 
 @pytest.mark.parametrize("n_token", [256, 2048])

@@ -21,7 +21,7 @@ LAYER = np.int32([1])
 STATICS = {"n_iter": 20, "hc_eps": 1e-6, "rms_eps": 1e-6}
 
 
-@pytest.mark.parametrize(("kind", "m"), [("F16", 1), ("F32", 3), ("F16", 20)])  # of the most, four at a time share the mixing weights
+@pytest.mark.parametrize(("kind", "m"), [("F16", 1), ("F32", 3), ("F16", 20), ("F16", 130)])  # each way of sharing the mixing weights
 def test_a_site_equals_the_plain_path(kind: str, m: int) -> None:
     keys = jax.random.split(jax.random.key(m), 8)
     x, parts = jax.random.normal(keys[0], (m, H, D)), [jax.random.normal(k, (m, n, D)) for k, n in ((keys[1], 3), (keys[2], 1))]

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -23,6 +24,9 @@ from ds4jax.model.quant.qtensor import QTensor
 CHUNK = 128  # channels of each stream that a program of the first launch takes
 FEW = 16  # batch rows of which each has its own programs, or the GPU would not be full
 ROWS = 4  # of more rows, so many share what a program reads of the mixing weights
+MANY = 128  # rows from which on a launch of its own takes the products, on tensor cores
+JOINED = 1024  # channels of each stream that a program then takes to join
+TILE_ROWS, TILE_DEPTH, SPLITS = 64, 64, 8  # of a program of products: rows, channels at a time, and parts of all channels
 PAD = 32  # columns of a partial result: the mixing products, then the sum of squares
 
 
@@ -48,10 +52,13 @@ def advance(
         fn: [L, 2H + H*H, H*D]; layer: int32 [1].
 
     Returns:
-        new streams [M, H, D], and f32 [M, D / CHUNK, PAD] of which the sum over the middle axis counts.
+        new streams [M, H, D], and f32 [M, some pieces, PAD] of which the sum over the middle axis counts.
     """
     m, h, d = x.shape
     out = [jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((m, d // CHUNK, PAD), jnp.float32)]
+    if m >= MANY:
+        new = _join(x, parts, post, comb)
+        return new, _products(new, fn, layer)
     rows = math.gcd(m, ROWS if m > FEW else 1)
     kernel = partial(_advance, rows=rows, n_mix=fn.shape[1])
     operands = [layer, x, post, comb, fn.fields["w"], *parts]
@@ -77,6 +84,61 @@ def _advance(layer_ref: Any, x_ref: Any, post_ref: Any, comb_ref: Any, fn_ref: A
         product_ref[m, chunk, :] = jnp.where(row == n_mix, square, jnp.sum(products, axis=1))
         for h, n in enumerate(new):
             new_ref[m, h, at] = n
+
+
+def _join(x: jax.Array, parts: Sequence[jax.Array], post: jax.Array, comb: jax.Array) -> jax.Array:
+    """Let a block's output join the streams; arguments as in `advance`."""
+
+    def kernel(x_ref: Any, post_ref: Any, comb_ref: Any, *refs: Any) -> None:
+        *part_refs, new_ref = refs
+        at, m, n_stream = pl.ds(pl.program_id(0) * width, width), pl.program_id(1), x_ref.shape[1]
+        out = sum((ref[m, i, at] for ref in part_refs for i in range(ref.shape[1])), jnp.zeros(width, jnp.float32))
+        old = [x_ref[m, j, at] for j in range(n_stream)]
+        for h in range(n_stream):
+            new_ref[m, h, at] = post_ref[m, h] * out + sum(comb_ref[m, j, h] * old[j] for j in range(n_stream))
+
+    m, _, d = x.shape
+    width = min(JOINED, d)
+    return launch(kernel, (d // width, m), jax.ShapeDtypeStruct(x.shape, x.dtype), [x, post, comb, *parts], name="hyper_join")
+
+
+def _products(x: jax.Array, fn: QTensor, layer: jax.Array) -> jax.Array:
+    """Multiply streams [M, H, D] by the mixing weights, as `advance` returns it: f32 [M, SPLITS, PAD]."""
+    m, _, d = x.shape
+    flat, (_, n_mix, k) = x.reshape(m, -1), fn.shape
+    part = k // SPLITS
+    depth = min(TILE_DEPTH, part)
+
+    def kernel(layer_ref: Any, x_ref: Any, fn_ref: Any, out_ref: Any) -> None:
+        split, layer = pl.program_id(0), layer_ref[0]
+        row, product = pl.program_id(1) * TILE_ROWS + jnp.arange(TILE_ROWS), jnp.arange(PAD)
+        real = (row < m)[:, None]
+
+        def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            total, square = state
+            at = (split * part + i * depth + jnp.arange(depth))[None, :]
+            new = plt.load(x_ref.at[row[:, None], at], mask=real, other=0.0)
+            weight = plt.load(fn_ref.at[layer, product[:, None], at], mask=(product < n_mix)[:, None], other=0.0)
+            # Tensor cores round to 11 bits: what products of such pieces add up to is as exact as float32.
+            for piece in _pieces(new):
+                for factor in _pieces(weight.astype(jnp.float32))[: 2 if fn_ref.dtype == jnp.float32 else 1]:
+                    total += plt.dot(piece, factor, trans_b=True, allow_tf32=True)
+            return total, square + jnp.sum(new * new, axis=1)
+
+        zeros = jnp.zeros((TILE_ROWS, PAD), jnp.float32), jnp.zeros(TILE_ROWS, jnp.float32)
+        total, square = lax.fori_loop(0, part // depth, step, zeros)
+        total = jnp.where(product[None, :] == n_mix, square[:, None], total)
+        plt.store(out_ref.at[row[:, None], split, product[None, :]], total, mask=real)
+
+    out = jax.ShapeDtypeStruct((m, SPLITS, PAD), jnp.float32)
+    grid = (SPLITS, pl.cdiv(m, TILE_ROWS))
+    return launch(kernel, grid, out, [layer, flat, fn.fields["w"]], name="hyper_products", stages=2)
+
+
+def _pieces(x: jax.Array) -> list[jax.Array]:
+    """Cut f32 numbers in their first 11 bits and the rest."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-8192), jnp.float32)
+    return [high, x - high]
 
 
 def enter(
@@ -133,7 +195,7 @@ def _enter(
         def both(_: int, c: list[jax.Array]) -> list[jax.Array]:
             return _columns([row / (jnp.sum(row) + hc_eps) for row in c], hc_eps)
 
-        for j, row in enumerate(jax.lax.fori_loop(0, n_iter - 1, both, c)):
+        for j, row in enumerate(lax.fori_loop(0, n_iter - 1, both, c)):
             comb_ref[m, j, :] = row
 
 

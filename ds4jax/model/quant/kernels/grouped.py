@@ -19,11 +19,11 @@ from jax.experimental.pallas import triton as plt
 from ds4jax.model.kernels.launch import launch
 from ds4jax.model.quant.kernels.blocks import Blocks, cut_into_blocks
 from ds4jax.model.quant.kernels.dense import swiglu
-from ds4jax.model.quant.kernels.planes import GROUP, PLANES, SCALE_UP, to_planes
+from ds4jax.model.quant.kernels.planes import GROUP, PLANES, SCALE_UP, WORDS, to_planes
 from ds4jax.model.quant.layouts import layout_of
 from ds4jax.model.quant.qtensor import QTensor
 
-LEAST_MEMBERS, MOST_MEMBERS = 16, 64  # of a block
+LEAST_MEMBERS, MOST_MEMBERS = 16, 128  # of a block
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Tile:
     stages: int
 
 
-GATE_UP = Tile(rows=64, groups=32, warps=4, stages=1)
-DOWN = Tile(rows=128, groups=32, warps=8, stages=1)
+GATE_UP = Tile(rows=64, groups=32, warps=4, stages=3)
+DOWN = Tile(rows=128, groups=32, warps=4, stages=2)
 
 
 def fits(gate: QTensor, up: QTensor, down: QTensor) -> bool:
@@ -51,8 +51,11 @@ def fits(gate: QTensor, up: QTensor, down: QTensor) -> bool:
 
 
 def block_members(n_pair: int, n_expert: int) -> int:
-    """Choose the pairs of a block: the power of two that holds what an expert gets on average and a quarter more."""
-    expected = pl.cdiv(5 * n_pair, 4 * n_expert)
+    """Choose the pairs of a block: twice the power of two that holds what an expert gets on average and a quarter more.
+
+    Experts that get more share their weights with all of it, and for those that do not the block's second half is left out.
+    """
+    expected = 2 * pl.cdiv(5 * n_pair, 4 * n_expert)
     return min(max(pl.next_power_of_2(expected), LEAST_MEMBERS), MOST_MEMBERS)
 
 
@@ -119,31 +122,43 @@ def _kernel(
     expert = expert_ref[block]
     n_pair, n = out_ref.shape
 
-    @pl.when(expert < n_expert)
-    def _() -> None:
+    def multiply(members: int) -> None:
         layer = layer_ref[0]
         # Rows of gate and up are visited plane by plane, so that hidden values come out in planes.
         row = column if clamp is None else column % (n // GROUP) * GROUP + column // (n // GROUP)
-        pair = pair_ref[block, :]
+        pair = pair_ref[block, pl.ds(0, members)]
         token = jnp.where(pair < n_pair, pair, 0) // per_token
         names = sorted(layout_of(kind).parts)
         matrices = [dict(zip(names, fields[i : i + len(names)], strict=True)) for i in range(0, len(fields), len(names))]
 
         def step(i: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             group = i * tile.groups + jnp.arange(tile.groups)
-            planes = [PLANES[kind](partial(_read, refs, layer, expert, row, group)) for refs in matrices]
-            for p, ws in enumerate(zip(*planes, strict=True)):
-                x = plt.load(x_ref.at[token[:, None], p, group[None, :]])
-                totals = tuple(t + plt.dot(w, x, trans_b=True) for t, w in zip(totals, ws, strict=True))
-            return totals
+            words = [PLANES[kind](partial(_read, refs, layer, expert, row, group)) for refs in matrices]
 
-        zero = jnp.zeros((tile.rows, pair.shape[0]), jnp.float32)
+            def four_planes(j: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                for p, ws in enumerate(zip(*(word(j) for word in words), strict=True)):
+                    x = plt.load(x_ref.at[token[:, None], 4 * j + p, group[None, :]])
+                    totals = tuple(t + plt.dot(x, w, trans_b=True) for t, w in zip(totals, ws, strict=True))
+                return totals
+
+            return jax.lax.fori_loop(0, WORDS, four_planes, totals)
+
+        zero = jnp.zeros((members, tile.rows), jnp.float32)
         totals = jax.lax.fori_loop(0, x_ref.shape[2] // tile.groups, step, (zero,) * len(matrices))
         first, *second = (t * (1 / SCALE_UP) for t in totals)
         y = first
         if clamp is not None:
-            y = swiglu(first, second[0], clamp) * plt.load(weight_ref.at[pair], mask=pair < n_pair, other=0.0)[None, :]
-        plt.store(out_ref.at[pair[None, :], column[:, None]], y.astype(out_ref.dtype), mask=(pair < n_pair)[None, :])
+            y = swiglu(first, second[0], clamp) * plt.load(weight_ref.at[pair], mask=pair < n_pair, other=0.0)[:, None]
+        plt.store(out_ref.at[pair[:, None], column[None, :]], y.astype(out_ref.dtype), mask=(pair < n_pair)[:, None])
+
+    most = pair_ref.shape[1]
+    used, half = expert < n_expert, most // 2
+    if half < LEAST_MEMBERS:
+        pl.when(used)(partial(multiply, most))
+    else:
+        full = pair_ref[block, half] < n_pair
+        pl.when(used & full)(partial(multiply, most))
+        pl.when(used & ~full)(partial(multiply, half))
 
 
 def _read(refs: dict[str, Any], layer: Any, expert: Any, row: jax.Array, group: jax.Array, name: str) -> jax.Array:

@@ -7,7 +7,7 @@ all values is the sum of the planes' products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import jax
@@ -22,6 +22,8 @@ SCALE_UP = 64.0
 _ONES = 0x6400  # float16 1024: a byte in its low bits adds the byte's value, exactly
 _MIDDLE = 64  # what `_permute` adds to the signed magnitudes of IQ2_XXS, to make bytes without a sign of them
 
+WORDS = 8  # in which planes come, four at a time
+Word = Callable[[jax.Array], list[jax.Array]]  # its number (which need not be known when a kernel is traced) -> planes 4i .. 4i + 3
 Read = Callable[[str], jax.Array]  # name of a field -> its tile [rows, groups]: words int32, d and dmin f32 spread over their groups
 
 
@@ -30,43 +32,44 @@ def to_planes(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x.reshape(x.shape[0], -1, GROUP), 1, 2).astype(jnp.float16)
 
 
-def _iq2_xxs(read: Read) -> Iterator[jax.Array]:
+def _iq2_xxs(read: Read) -> Word:
     scale = (read("d") * read("scale").astype(jnp.float32) * (SCALE_UP / 8)).astype(jnp.float16)
-    sign = read("sign")
-    for quarter in range(4):
-        if quarter % 2 == 0:
-            code = read(f"code{quarter // 2}")
+    codes, sign = (read("code0"), read("code1")), read("sign")
+
+    def word(i: jax.Array) -> list[jax.Array]:
+        quarter, half = i >> 1, i & 1
         # One shift brings the quarter's sign to bit 2 of its nibble.
-        place = sign << 2 - quarter if quarter < 2 else sign >> quarter - 2
-        selector = (code >> 2 * (quarter % 2) & 0x33333333) | (place & 0x44444444)
-        for half in range(2):
-            word = _permute(selector >> 16 * half)
-            for byte in range(4):
-                yield _from_byte(word, byte, _MIDDLE, scale)
+        place = jnp.where(i < 4, sign << 2, sign) >> (quarter & 1)
+        selector = (jnp.where(i < 4, *codes) >> 2 * (quarter & 1) & 0x33333333) | (place & 0x44444444)
+        return _from_bytes(_permute(selector >> 16 * half), _MIDDLE, scale)
+
+    return word
 
 
-def _q2_k(read: Read) -> Iterator[jax.Array]:
-    d, dmin = read("d") * SCALE_UP, read("dmin") * SCALE_UP
-    for half in range(2):
-        scales = read(f"scales{half}").astype(jnp.int32)
-        scale = (d * (scales & 15).astype(jnp.float32)).astype(jnp.float16)
-        least = (dmin * (scales >> 4).astype(jnp.float32)).astype(jnp.float16)
-        yield from _fields(read(f"q{half}"), 2, scale, least)
+def _q2_k(read: Read) -> Word:
+    words = read("q0"), read("q1")
+    d, dmin, scales = read("d") * SCALE_UP, read("dmin") * SCALE_UP, [read(f"scales{half}").astype(jnp.int32) for half in range(2)]
+    scale = [(d * (s & 15).astype(jnp.float32)).astype(jnp.float16) for s in scales]
+    least = [(dmin * (s >> 4).astype(jnp.float32)).astype(jnp.float16) for s in scales]
+
+    def word(i: jax.Array) -> list[jax.Array]:
+        first = i < 4
+        low = jnp.where(first, *words) >> 2 * (i & 3) & 0x03030303
+        return _from_bytes(low, 0, jnp.where(first, scale[0], scale[1]), jnp.where(first, least[0], least[1]))
+
+    return word
 
 
-def _q4_k(read: Read) -> Iterator[jax.Array]:
+def _q4_k(read: Read) -> Word:
     scale = (read("d") * SCALE_UP * read("scale").astype(jnp.float32)).astype(jnp.float16)
     least = (read("dmin") * SCALE_UP * read("least").astype(jnp.float32)).astype(jnp.float16)
-    for i in range(4):
-        yield from _fields(read(f"q{i}"), 4, scale, least)
+    q0, q1, q2, q3 = (read(f"q{i}") for i in range(4))
 
+    def word(i: jax.Array) -> list[jax.Array]:
+        packed = jnp.where(i < 4, jnp.where(i < 2, q0, q1), jnp.where(i < 6, q2, q3))
+        return _from_bytes(packed >> 4 * (i & 1) & 0x0F0F0F0F, 0, scale, least)
 
-def _fields(word: jax.Array, bits: int, scale: jax.Array, least: jax.Array) -> Iterator[jax.Array]:
-    """Decode all numbers of `bits` bits in the bytes of a word: those in the lowest bits of the four bytes first."""
-    for shift in range(0, 8, bits):
-        low = word >> shift & ((1 << bits) - 1) * 0x01010101
-        for byte in range(4):
-            yield _from_byte(low, byte, 0, scale, least)
+    return word
 
 
 def _permute(selector: jax.Array) -> jax.Array:
@@ -81,6 +84,10 @@ def _permute(selector: jax.Array) -> jax.Array:
         return _MIDDLE * 0x01010101 + magnitude - 2 * (magnitude & 255 * minus)
 
     return launch.assembly("prmt.b32 $0, 0x006B5948, 0x00152738, $1;", [selector], meaning)
+
+
+def _from_bytes(word: jax.Array, bias: int, scale: jax.Array, least: jax.Array | None = None) -> list[jax.Array]:
+    return [_from_byte(word, byte, bias, scale, least) for byte in range(4)]
 
 
 def _from_byte(word: jax.Array, byte: int, bias: int, scale: jax.Array, least: jax.Array | None = None) -> jax.Array:
@@ -108,7 +115,5 @@ def _from_byte(word: jax.Array, byte: int, bias: int, scale: jax.Array, least: j
     return plt.elementwise_inline_asm(code, args=operands, constraints=constraints, pack=2, result_shape_dtypes=[shape])[0]
 
 
-# Prepared layout -> the planes of a tile, in the order of the values.
-PLANES: Mapping[str, Callable[[Read], Iterator[jax.Array]]] = MappingProxyType(
-    {"IQ2_XXS:words": _iq2_xxs, "Q2_K:words": _q2_k, "Q4_K:words": _q4_k}
-)
+# Prepared layout -> what decodes a tile, given what reads its fields.
+PLANES: Mapping[str, Callable[[Read], Word]] = MappingProxyType({"IQ2_XXS:words": _iq2_xxs, "Q2_K:words": _q2_k, "Q4_K:words": _q4_k})
