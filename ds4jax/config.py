@@ -285,6 +285,7 @@ class ServerConfig:
 
     model_id: the id that replies carry and /v1/models lists; aliases: further ids; default_max_tokens: completion length when a request
     names none; keepalive_s: seconds of silence in a stream before a comment is sent; body_limit_bytes: largest request body;
+    tool_prompt: how the model is told of tools, with {tools} where they go; chat_template: the Jinja text that makes prompts (None: ours);
     api_keys: one of them must come with each request (none: the server is open); tool_memory_max_ids: calls of tools of which the very
     text is remembered, to be shown to the model again (0: none); trace: a file to which the whole text of every request is appended.
     """
@@ -297,6 +298,8 @@ class ServerConfig:
     default_max_tokens: int = 393216
     cors: bool = False
     prompt_style: str = "deepseek"
+    tool_prompt: str | None = None
+    chat_template: str | None = None
     keepalive_s: float = 5.0
     body_limit_bytes: int = 64 << 20
     tool_memory_max_ids: int = 100_000

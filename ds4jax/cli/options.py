@@ -9,6 +9,8 @@ from typing import Literal
 
 from ds4jax.config import EngineConfig, ServerConfig
 from ds4jax.errors import ConfigError, ModelFileError
+from ds4jax.text.dsml import TOOLS_MARK
+from ds4jax.text.template import ChatTemplate
 
 Warn = Callable[[str], None]
 Backend = Literal["auto", "cpu", "cuda"]
@@ -87,6 +89,38 @@ def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
         if not key or not all("!" <= letter <= "~" for letter in key):  # never show it: this goes to a log
             raise ConfigError("--api-key: a key is empty, or has spaces or letters beyond ASCII; choose another")
     return tuple(dict.fromkeys(found))
+
+
+def read_tool_prompt(path: Path | None) -> str | None:
+    """Read the text of `--tool-prompt`. Raises ConfigError if it does not say, just once, where the tools go."""
+    if path is None:
+        return None
+    text = _read_text("--tool-prompt", path)
+    if text.count(TOOLS_MARK) != 1:
+        found = f"{text.count(TOOLS_MARK)} times"
+        raise ConfigError(f"--tool-prompt {path}: {TOOLS_MARK} is there {found}; write it once, where the schemas of the tools go")
+    return text
+
+
+def read_chat_template(value: str | None, of_model: Callable[[], object]) -> str | None:
+    """Read the template of `--chat-template`: a file or, by the word gguf, the one that the weights bring along.
+
+    of_model: looks that one up. Raises ConfigError if there is none, or if it cannot render a greeting.
+    """
+    if value is None:
+        return None
+    source = of_model() if value == "gguf" else _read_text("--chat-template", Path(value))
+    if not isinstance(source, str):
+        raise ConfigError("--chat-template gguf: these weights bring no template along; leave the option out, or name a file")
+    ChatTemplate(source)
+    return source
+
+
+def _read_text(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {path}: cannot be read ({error}); name a text file") from None
 
 
 def start_trace(path: Path | None) -> Path | None:

@@ -34,6 +34,8 @@ def serve(
     prompt_style: Annotated[str, typer.Option(help="deepseek or ds4: where consecutive user turns are joined.")] = (
         ServerConfig.prompt_style
     ),
+    tool_prompt: Annotated[Path | None, typer.Option(help="A text that tells the model of tools, in place of ours.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="A Jinja file that makes prompts; gguf: that of the weights.")] = None,
     tool_memory_max_ids: Annotated[int, typer.Option(min=0, help="Tool calls whose very text is kept for the next prompt.")] = (
         ServerConfig.tool_memory_max_ids
     ),
@@ -51,7 +53,16 @@ def serve(
     from ds4jax.cli import console
     from ds4jax.cli.ds4_flags import take_ds4_flags
     from ds4jax.cli.loading import Numerics, open_engine
-    from ds4jax.cli.options import choose_backend, choose_model, engine_config, parse_address, read_api_keys, start_trace
+    from ds4jax.cli.options import (
+        choose_backend,
+        choose_model,
+        engine_config,
+        parse_address,
+        read_api_keys,
+        read_chat_template,
+        read_tool_prompt,
+        start_trace,
+    )
     from ds4jax.serving.http.serve import reserve, run
 
     take_ds4_flags(context.args, console.warn)
@@ -66,6 +77,7 @@ def serve(
         host=address, port=port_number, model_id=choice.model_id, aliases=choice.aliases, strict_model=strict_model,
         default_max_tokens=tokens, cors=cors, prompt_style=prompt_style, api_keys=read_api_keys(api_key or [], api_key_file),
         tool_memory_max_ids=0 if no_replay else tool_memory_max_ids, trace=start_trace(trace),
+        tool_prompt=read_tool_prompt(tool_prompt), chat_template=read_chat_template(chat_template, lambda: template_of(choice.path)),
     )  # fmt: skip
     numerics = Numerics(kv_quant, dtype)
     wanted, gpu_id = choose_backend(backend, cpu, cuda, gpu)
@@ -80,6 +92,14 @@ def serve(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def template_of(path: Path | None) -> object:
+    """The chat template that weights bring along; None if they bring none."""
+    from ds4jax.cli.loading import choose_path
+    from ds4jax.model.gguf.reader import GGUFFile
+
+    return GGUFFile(choose_path(path)).metadata.get("tokenizer.chat_template")
 
 
 def announce(url: str, model_id: str) -> None:

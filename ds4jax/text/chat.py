@@ -43,6 +43,7 @@ def render(
     thinking: bool | Thinking,
     style: PromptStyle = "deepseek",
     tools: Sequence[Tool] = (),
+    tool_text: str | None = None,
     recall: Callable[[Sequence[ToolCall]], str | None] = lambda calls: None,
 ) -> list[Segment]:
     """Render a conversation up to the point where the model answers.
@@ -62,19 +63,24 @@ def render(
 
     Args:
         tools: what the model may call; with none, it is told nothing about calls.
+        tool_text: how it is told of them, as `tool_prompt` takes it; None for our words.
         recall: gives the very text in which the model made some calls, or None, which has it written anew.
 
     Raises RequestError naming the message at fault.
     """
     if style not in get_args(PromptStyle):
         raise ConfigError(f"prompt style: got {style!r}, expected one of {get_args(PromptStyle)}")
-    _check(messages)
+    check(messages)
     turns = [message for message in messages if message.role not in SYSTEM_ROLES]
     if style == "deepseek":
         turns = _in_order_of_calls(turns)
     last_user = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=-1)
     keeps_all = bool(tools) or any(turn.tool_calls or turn.role in TOOL_ROLES for turn in turns)
-    segments: list[Segment] = [Special(BOS), Text(MAX_EFFORT if thinking is Thinking.MAX else ""), *_system_region(messages, tools, style)]
+    segments: list[Segment] = [
+        Special(BOS),
+        Text(MAX_EFFORT if thinking is Thinking.MAX else ""),
+        *_system_region(messages, tools, style, tool_text),
+    ]
     before: Message | None = None
     for i, turn in enumerate(turns):
         user_is_waiting = before is not None and before.role != "assistant"
@@ -99,8 +105,12 @@ def complaint(reason: str, *, thinking: bool) -> list[Segment]:
 
 
 def opens_reasoning(segments: Sequence[Segment]) -> bool:
-    """Whether what the model writes next is reasoning. Not always so in thinking mode: see `render` on a last assistant turn."""
-    return bool(segments) and segments[-1] == Special(THINK)
+    """Whether what the model writes next is reasoning. Not always so in thinking mode: see `render` on a last assistant turn.
+
+    White space may follow the tag: templates write some.
+    """
+    tail = next((s for s in reversed(segments) if not isinstance(s, Text) or s.text.strip()), None)
+    return tail == Special(THINK)
 
 
 def stop_ids(tokenizer: Tokenizer, *, thinking: bool) -> frozenset[int]:
@@ -109,7 +119,8 @@ def stop_ids(tokenizer: Tokenizer, *, thinking: bool) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
-def _check(messages: Sequence[Message]) -> None:
+def check(messages: Sequence[Message]) -> None:
+    """Raise RequestError naming the message that cannot be part of a conversation, if there is one."""
     if not messages:
         raise RequestError("messages: the list is empty; send at least one message", "messages")
     for i, message in enumerate(messages):
@@ -120,12 +131,12 @@ def _check(messages: Sequence[Message]) -> None:
             raise RequestError(f"{place}: only an assistant calls tools, and this is a message of role {message.role!r}", place)
 
 
-def _system_region(messages: Sequence[Message], tools: Sequence[Tool], style: PromptStyle) -> list[Segment]:
+def _system_region(messages: Sequence[Message], tools: Sequence[Tool], style: PromptStyle, tool_text: str | None) -> list[Segment]:
     text = "\n\n".join(m.content for m in messages if m.role in SYSTEM_ROLES and m.content)
     if not tools:
         return [Text(text)]
     between = [Text("\n\n")] if text else []
-    about = tool_prompt(tools)
+    about = tool_prompt(tools, tool_text)
     return [Text(text), *between, *about] if style == "deepseek" else [*about, *between, Text(text)]
 
 

@@ -84,6 +84,11 @@ class Tokenizer:
         """Whether an id is an added token, which `encode` never gives."""
         return token_id in self._added
 
+    @property
+    def special_literals(self) -> frozenset[str]:
+        """The texts of all added tokens."""
+        return frozenset(self._vocabulary.tokens[i] for i in self._added)
+
     def id_of(self, literal: str) -> int | None:
         """The id of an added token, or None where the vocabulary lacks it."""
         token_id = self._id_of.get(literal)

@@ -17,6 +17,7 @@ from ds4jax.serving.http.tool_use import ToolUse
 from ds4jax.text import chat
 from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.effort import Thinking
+from ds4jax.text.template import ChatTemplate
 from ds4jax.text.tokenizer import Tokenizer
 
 
@@ -34,7 +35,8 @@ class ConversationBody(CommonBody, kw_only=True):
 class Served:
     """What a reader of bodies has to know of the server.
 
-    n_ctx: the longest prompt it may make, in tokens; slot_ctx: tokens that a slot holds; memory: what the model wrote when it called tools.
+    n_ctx: the longest prompt it may make, in tokens; slot_ctx: tokens that a slot holds; memory: what the model wrote when it called tools;
+    template: makes prompts in our stead.
     """
 
     tokenizer: Tokenizer
@@ -42,6 +44,7 @@ class Served:
     slot_ctx: int
     config: ServerConfig
     memory: ReplayMemory = field(default_factory=ReplayMemory)
+    template: ChatTemplate | None = None
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,14 @@ def render(messages: Sequence[chat.Message], served: Served, *, thinks: Thinking
     A reply that has to begin with a call does not think before it: its prompt ends with the beginning of the call.
     """
     thinks = Thinking.OFF if tool_use and tool_use.is_forced else thinks.within(served.slot_ctx)
-    segments = chat.render(
-        messages,
-        thinking=thinks,
-        style=cast(chat.PromptStyle, served.config.prompt_style),
-        tools=tool_use.tools if tool_use else (),
-        recall=served.memory.recall,
-    )
+    tools = tool_use.tools if tool_use else ()
+    if served.template is not None:
+        segments = served.template.render(messages, thinking=thinks, tools=tools)
+    else:
+        style = cast(chat.PromptStyle, served.config.prompt_style)
+        segments = chat.render(
+            messages, thinking=thinks, style=style, tools=tools, tool_text=served.config.tool_prompt, recall=served.memory.recall
+        )
     if tool_use:
         segments += tool_use.opening
     return Prompt(encode_chat(segments, served.tokenizer, served.n_ctx, param), bool(thinks), chat.opens_reasoning(segments))

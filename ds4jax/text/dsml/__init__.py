@@ -2,7 +2,7 @@
 
 To the model, `chat.render` does all of it, given tools and a memory:
 
-    tool_prompt(tools: Sequence[Tool]) -> list[Segment]         part of the system text
+    tool_prompt(tools: Sequence[Tool], text: str | None) -> list[Segment]     part of the system text, in words of the operator or ours
     call_block(calls: Sequence[ToolCall]) -> list[Segment]      calls in the history, written anew
     replayed_block(text: str) -> list[Segment]                  calls in the history, as the model wrote them
     tool_result(content: str) -> Text
@@ -21,10 +21,11 @@ not be run. Text never raises: what only looks like calls comes as text, and `Ds
 
 from ds4jax.text.dsml.calls import ArgumentsDelta, CallCollector, CallEnd, CallEvent, CallStart, Tool, ToolCall
 from ds4jax.text.dsml.parser import DsmlParser, ParserEvent, Rejected
-from ds4jax.text.dsml.render import call_block, call_opening, replayed_block, tool_prompt, tool_result
+from ds4jax.text.dsml.render import TOOLS_MARK, call_block, call_opening, replayed_block, tool_prompt, tool_result
 from ds4jax.text.dsml.replay import ReplayMemory
 
 __all__ = [
+    "TOOLS_MARK",
     "ArgumentsDelta",
     "CallCollector",
     "CallEnd",

@@ -45,10 +45,17 @@ _AFTER_SCHEMAS = """
 
 Call only these tools, by exactly these names, with exactly these names of parameters."""
 
+TOOLS_MARK = "{tools}"
+"""Where the schemas go in a text about tools."""
 
-def tool_prompt(tools: Sequence[Tool]) -> list[Segment]:
-    """Tell the model which tools it has and how to call them. One schema a line."""
-    return [*_marked(_ABOUT_TOOLS), Text("\n".join(tool.schema for tool in tools)), Text(_AFTER_SCHEMAS)]
+
+def tool_prompt(tools: Sequence[Tool], text: str | None = None) -> list[Segment]:
+    """Tell the model which tools it has and how to call them. One schema a line.
+
+    text: how to tell it, with TOOLS_MARK in it; tags of calls in it become special tokens. None: in our words.
+    """
+    before, _, after = (_ABOUT_TOOLS, "", _AFTER_SCHEMAS) if text is None else text.partition(TOOLS_MARK)
+    return [*_marked(before), Text("\n".join(tool.schema for tool in tools)), *_marked(after)]
 
 
 def call_block(calls: Sequence[ToolCall]) -> list[Segment]:
