@@ -1,0 +1,26 @@
+"""What the transport refuses before a route sees it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from tests.http.conftest import MakeServer
+
+
+@pytest.mark.parametrize(("n_bytes", "status"), [(60 << 10, b"200"), (256 << 10, b"431")])
+def test_headers_have_a_limit(make_server: MakeServer, n_bytes: int, status: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", make_server().port), timeout=10) as sock:
+        sock.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * n_bytes + b"\r\n\r\n")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("request_line", [b"NONSENSE\r\n\r\n", b"GET /live HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n"])
+def test_what_is_no_http_is_told_so_and_ends_the_connection(make_server: MakeServer, request_line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", make_server().port), timeout=10) as sock:
+        sock.sendall(request_line)
+        reply = b""
+        while piece := sock.recv(1000):
+            reply += piece
+    assert reply.startswith(b"HTTP/1.1 400") and b"connection: close" in reply
