@@ -12,6 +12,7 @@ from tools.train_small.weights import Weights
 
 MOMENTUM, WEIGHT_DECAY, CLIP = 0.95, 0.05, 1.0
 _RMS_OF_ADAM = 0.2  # an orthogonalised step is scaled to the size that Adam's usually has, so that both share a learning rate
+_ADAM_SHARE = 0.5  # of the learning rate
 # Matrices that look rows up, mix streams or route have their own nature: Adam takes them.
 _NOT_ORTHOGONAL = ("token_embd.weight", "output.weight", "_ape.weight", "ffn_gate_inp.weight", "indexer.proj.weight")
 
@@ -27,7 +28,9 @@ def make_optimizer(weights: Weights) -> optax.GradientTransformation:
     decayed = {name: label == "matrix" for name, label in labels.items()}
     return optax.chain(
         optax.clip_by_global_norm(CLIP),
-        optax.multi_transform({"matrix": _orthogonal_momentum(), "other": optax.scale_by_adam(b1=0.9, b2=0.97)}, labels),
+        optax.multi_transform(
+            {"matrix": _orthogonal_momentum(), "other": optax.chain(optax.scale_by_adam(b1=0.9, b2=0.97), optax.scale(_ADAM_SHARE))}, labels
+        ),
         optax.add_decayed_weights(WEIGHT_DECAY, decayed),
     )
 

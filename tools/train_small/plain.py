@@ -40,7 +40,8 @@ def plain_logits(shape: PlainShape, weights: Weights, token: jax.Array, start: j
     k = shape.n_embd // shape.n_head
     position = jnp.arange(t)
     seen = (position[None, :, None] >= position[None, None, :]) & (position[None, None, :] >= start[:, :, None])  # [B, T, T]
-    angle = position[:, None] * _BASE ** (-jnp.arange(0, k, 2) / k)
+    omega = _BASE ** (-np.arange(0, k, 2, dtype=np.float32) / k)
+    angle = position[:, None].astype(jnp.float32) * jnp.asarray(omega, jnp.float32)[None, :]
     cos, sin = (jnp.tile(f(angle), 2)[None, :, None] for f in (jnp.cos, jnp.sin))
 
     def turn(x: jax.Array) -> jax.Array:

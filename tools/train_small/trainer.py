@@ -89,6 +89,10 @@ class Trainer:
         sums = [self._measure.result()(self.state.weights, self.state.fixed, batch) for batch in self.held_out]
         return float(sum(s for s, _ in sums) / sum(n for _, n in sums))
 
+    def restart(self) -> None:
+        """Begin anew: from the checkpoint if there is one, else from the first weights."""
+        self.state = self._begin()
+
     @property
     def n_parameter(self) -> int:
         """Trained numbers."""
@@ -104,7 +108,7 @@ class Trainer:
         Returns the number of steps done.
         """
         plan, step, tokens = self.plan, int(self.state.step), 0
-        n_step: float = plan.n_step or 1e9
+        n_step: float = min(plan.n_step or 1e9, most_steps or 1e9)
         schedule = float(plan.n_step or 20_000)  # until it is known; only the rise depends on it
         first = timed = saved = time.monotonic()
         timed_at = step
