@@ -62,6 +62,13 @@ async def test_both_tries_of_a_call_that_cannot_be_read(make_app: MakeApp, make_
     assert [call["name"] for call in choice["calls"]] == ["now"] and choice["is_retried"]
 
 
+async def test_a_body_of_many_lines_is_traced_on_one(make_app: MakeApp, tmp_path: Path) -> None:
+    body = {**HELLO, "seed": 12345678901234567, "user": "two\nlines"}
+    await make_app(trace=tmp_path / "trace").test_client().post(CHAT, data=json.dumps(body, indent=2).encode())
+    (record,) = await lines(tmp_path / "trace")
+    assert record["body"] == body
+
+
 async def test_requests_that_are_refused_are_traced_too(make_app: MakeApp, tmp_path: Path) -> None:
     client = make_app(trace=tmp_path / "trace").test_client()
     await client.post(CHAT, data=b'{"messages": nonsense \xff')

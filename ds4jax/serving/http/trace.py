@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from ds4jax.serving.engine.api import Event, GenerateRequest, Started, Token
@@ -132,6 +133,6 @@ class CallTrace:
             "model": self._call.model,
             "stream": self._call.stream,
             "stop": list(self._call.stop_strings),
-            "body": orjson.Fragment(self._body),  # it was read as strict JSON
+            "body": orjson.Fragment(msgspec.json.format(self._body, indent=-1)),  # whatever its layout, on one line
             "choices": choices,
         }
