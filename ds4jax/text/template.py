@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ds4jax.errors import ConfigError, RequestError
 from ds4jax.text.chat import SYSTEM_ROLES, TOOL_ROLES, Message, check
@@ -60,7 +60,7 @@ class ChatTemplate:
                 enable_thinking=bool(thinking),
                 reasoning_effort=("max" if thinking is Thinking.MAX else "high") if thinking else None,
             )
-        except (TemplateError, SecurityError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             raise RequestError(f"messages: the server's chat template refuses them ({error})", "messages") from None
         parts = self._literals.split(text)
         return join_texts(Special(part) if i % 2 else Text(part.replace(_GUARD, "")) for i, part in enumerate(parts))
@@ -97,7 +97,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

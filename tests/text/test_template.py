@@ -98,6 +98,13 @@ def test_a_conversation_that_a_template_refuses_is_a_request_error() -> None:
     assert error.value.param == "messages"
 
 
+@pytest.mark.parametrize("arguments", ["not JSON", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"], ids=["broken", "deep"])
+def test_arguments_that_are_no_object_are_shown_as_text(arguments: str) -> None:
+    call = Message("assistant", "", tool_calls=(ToolCall("c1", "f", arguments),))
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments if messages[0].tool_calls }}")
+    assert template.render([call], thinking=False) == [Text(arguments)]
+
+
 def test_tools_in_other_words() -> None:
     segments = render([Message("system", "S"), Message("user", "hi")], thinking=False, tools=[TOOL], tool_text="<｜DSML｜invoke {tools}!")
     tools = [Text("S\n\n<"), Special(DSML), Text('invoke {"name": "now", "description": "é"}!')]
