@@ -19,13 +19,13 @@ async def get(app: Quart, path: str) -> tuple[int, Any]:
     return response.status_code, await response.get_json()
 
 
-@pytest.mark.parametrize("path", ["/live", "/ready", "/health"])
+@pytest.mark.parametrize("path", ["/", "/live", "/ready", "/health"])
 async def test_a_server_that_is_well(make_app: MakeApp, path: str) -> None:
     status, body = await get(make_app(), path)
     assert (status, body["status"]) == (200, "ok")
 
 
-@pytest.mark.parametrize("path", ["/live", "/ready", "/health"])
+@pytest.mark.parametrize("path", ["/", "/live", "/ready", "/health"])
 async def test_an_engine_that_stopped(make_app: MakeApp, make_engine: MakeEngine, path: str) -> None:
     engine = make_engine()
     app = make_app(engine)

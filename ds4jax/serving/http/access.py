@@ -18,7 +18,7 @@ CORS_HEADERS = {
     "Access-Control-Expose-Headers": "*",
 }
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready"})
 """What needs no key: load balancers and supervisors have none, and learn nothing there but whether the server works."""
 
 

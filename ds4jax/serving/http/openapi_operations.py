@@ -63,6 +63,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("POST", "/tokenize"): Operation("Tokens", "Turn text or a conversation into token ids", "Tokenized", TokenizeBody, None, _BAD_BODY),
     ("POST", "/detokenize"): Operation("Tokens", "Turn token ids into text", "Detokenized", DetokenizeBody, None, _BAD_BODY),
+    ("GET", "/"): Operation("Status", "Tell that a server is here, as /live does", "Status", refusals=_UNWELL, error="Status"),
     ("GET", "/live"): Operation("Status", "Tell whether only a restart helps", "Status", refusals=_UNWELL, error="Status"),
     ("GET", "/ready"): Operation("Status", "Tell whether requests are taken", "Status", refusals=_UNWELL, error="Status"),
     ("GET", "/health"): Operation("Status", "Tell how the server is", "Health", refusals=_UNWELL, error="Health"),

@@ -15,6 +15,7 @@ def blueprint(edge: Edge) -> Blueprint:
     """Build the routes over one edge."""
     routes = Blueprint("status", __name__)
 
+    @routes.get("/")  # Claude Code asks with HEAD whether anyone is there
     @routes.get("/live")
     async def live() -> Response:
         """Say no only when a restart alone can help."""
