@@ -6,7 +6,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: serve test check bench clean
+.PHONY: serve test check bench clients clean
 .DEFAULT_GOAL := serve
 
 # Without MODEL: a small model with random weights, made on the first run.
@@ -27,8 +27,12 @@ bench: $(VENV)/.ready
 	$(BIN)/ds4jax bench decode $(if $(MODEL),--model $(MODEL)) --buckets 1,4,16 --ctx 1024 --steps 50
 	$(BIN)/ds4jax bench serve $(if $(MODEL),--model $(MODEL)) --clients 1,16 --ctx 1024 $(ARGS)
 
+# Real agents (docs/clients), which npm installs, each against a scripted model. A server that runs already: URL=http://…
+clients: $(VENV)/.ready-test .clients/.ready
+	$(BIN)/python -m tools.clients --programs .clients $(if $(URL),--url $(URL)) $(ARGS)
+
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis ds4jax.egg-info
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .clients ds4jax.egg-info
 	rm -rf $(VENV) .venv-newest
 
 $(BIN)/python:
@@ -43,3 +47,9 @@ $(VENV)/.ready: pyproject.toml | $(BIN)/python
 $(VENV)/.ready-test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/.ready
+
+.clients/.ready: tools/clients/package.json
+	@mkdir -p .clients
+	cp tools/clients/package.json .clients/
+	npm install --prefix .clients --no-audit --no-fund --loglevel=error
+	@touch $@
