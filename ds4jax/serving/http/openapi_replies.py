@@ -163,10 +163,8 @@ SCHEMAS: dict[str, Schema] = {
     "ServerInfo": _object(
         "How the server was started, and what its engine has done.", {"version": _TEXT, "models": _list(_TEXT), "engine": _ANY}
     ),
-    "Load": _list(
-        _object(
-            "One worker.",
-            {"dp_rank": _COUNT, "num_reqs": _COUNT, "num_waiting_reqs": _COUNT, "num_slots": _COUNT, "num_prefilling_reqs": _COUNT},
-        )
+    "Load": _object(
+        "load: requests that run or wait.",
+        {"load": _COUNT, "num_waiting_reqs": _COUNT, "num_prefilling_reqs": _COUNT, "num_slots": _COUNT},
     ),
 }

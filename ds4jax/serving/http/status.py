@@ -48,10 +48,10 @@ def blueprint(edge: Edge) -> Blueprint:
 
     @routes.get("/get_load")
     async def load() -> Response:
-        """Answer as routers that spread requests by load expect: a list with one entry a worker, of which there is one."""
+        """Answer as vllm-router asks, which looks for one number, `load`."""
         stats = edge.engine.stats()
-        waiting = {"num_reqs": stats.n_running + stats.n_waiting, "num_waiting_reqs": stats.n_waiting}
-        return json_response([{"dp_rank": 0, **waiting, "num_slots": stats.n_slots, "num_prefilling_reqs": stats.n_prefilling}])
+        waiting = {"num_waiting_reqs": stats.n_waiting, "num_prefilling_reqs": stats.n_prefilling}
+        return json_response({"load": stats.n_running + stats.n_waiting, **waiting, "num_slots": stats.n_slots})
 
     return routes
 
