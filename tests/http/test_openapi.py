@@ -113,6 +113,8 @@ async def test_events_are_what_it_says(make_app: MakeApp, path: str, body: dict[
     app = make_app()
     text = await (await app.test_client().post(path, json={**body, "stream": True})).get_data(as_text=True)
     openapi = await fetch(app)
+    described = openapi["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert described["properties"]["data"]["contentSchema"] == {"$ref": f"#/components/schemas/{schema}"}
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
     assert events
     for event in events:
