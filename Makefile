@@ -6,7 +6,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: serve test check bench clients clean
+.PHONY: serve test check bench clients router clean
 .DEFAULT_GOAL := serve
 
 # Without MODEL: a small model with random weights, made on the first run.
@@ -31,6 +31,10 @@ bench: $(VENV)/.ready
 clients: $(VENV)/.ready-test .clients/.ready
 	$(BIN)/python -m tools.clients --programs .clients $(if $(URL),--url $(URL)) $(ARGS)
 
+# vllm-router in front of two such servers.
+router: $(VENV)/.ready-test .clients/router/.ready
+	$(BIN)/python -m tools.clients.router --program .clients/router/bin/vllm-router
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .clients ds4jax.egg-info
 	rm -rf $(VENV) .venv-newest
@@ -52,4 +56,9 @@ $(VENV)/.ready-test: pyproject.toml | $(BIN)/python
 	@mkdir -p .clients
 	cp tools/clients/package.json .clients/
 	npm install --prefix .clients --no-audit --no-fund --loglevel=error
+	@touch $@
+
+.clients/router/.ready:
+	$(BIN)/python -m venv .clients/router
+	.clients/router/bin/pip install --quiet vllm-router==0.1.17
 	@touch $@
