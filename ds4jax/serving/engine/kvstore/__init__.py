@@ -1,0 +1,10 @@
+"""Sessions on disk: a folder of files, shared by servers, that outlives them. Plain host code: arrays are numpy's."""
+
+from ds4jax.serving.engine.kvstore.folder import StoredEntry
+from ds4jax.serving.engine.kvstore.format import Entry, Part, Reason
+from ds4jax.serving.engine.kvstore.keys import Identity
+from ds4jax.serving.engine.kvstore.policy import KVPolicy
+from ds4jax.serving.engine.kvstore.saving import Saving
+from ds4jax.serving.engine.kvstore.store import Draft, KVStore, open_store
+
+__all__ = ["Draft", "Entry", "Identity", "KVPolicy", "KVStore", "Part", "Reason", "Saving", "StoredEntry", "open_store"]
