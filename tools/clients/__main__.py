@@ -29,7 +29,7 @@ def main() -> int:
             continue
         server = nullcontext((options.url, None)) if options.url else scripted_server()
         with server as (url, recorder):
-            outcome = ask(agent, url, options.programs.resolve(), options.limit, recorder)
+            outcome = ask(agent, url, options.programs.resolve(), recorder, longest=options.longest, limit_s=options.limit)
         failed += not outcome.good
         _show(outcome, recorder)
         if options.fixtures and recorder is not None and outcome.good:
@@ -42,6 +42,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--programs", type=Path, required=True, help="folder in which npm has installed the agents")
     parser.add_argument("--url", help="a server that runs already; without it, a scripted one")
     parser.add_argument("--only", action="append", choices=[agent.name for agent in AGENTS], help="this agent; may be repeated")
+    parser.add_argument("--longest", type=int, help="tokens of an answer at most; Codex cannot be told, but `ds4jax serve --tokens` can")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds an agent may take for a question")
     parser.add_argument("--fixtures", type=Path, help="write what each sent into this folder, without names, ids and prose")
     return parser.parse_args()

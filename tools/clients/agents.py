@@ -15,6 +15,9 @@ PAGES = Path(__file__).parents[2] / "docs" / "clients"
 ADDRESS = "http://127.0.0.1:8080"
 """The address that the pages show."""
 
+LONGEST = "16384"
+"""The longest answer that the pages show."""
+
 
 @dataclass(frozen=True)
 class Agent:
@@ -30,11 +33,12 @@ class Agent:
     resume: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
-    def configure(self, home: Path, url: str) -> None:
-        """Write its configuration into a new HOME."""
+    def configure(self, home: Path, url: str, longest: int | None) -> None:
+        """Write its configuration into a new HOME. longest: tokens of an answer at most, in place of those on the page."""
         path = home / self.config
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.documented_config().replace(ADDRESS, url), encoding="utf-8")
+        config = self.documented_config().replace(ADDRESS, url)
+        path.write_text(config.replace(LONGEST, LONGEST if longest is None else str(longest)), encoding="utf-8")
 
     def documented_config(self) -> str:
         """The configuration on its page: the first block in the language of the file."""
