@@ -53,14 +53,14 @@ def test_scratch_of_a_decode_step_does_not_grow_with_the_context() -> None:
 FORMATS = [("none", "float32"), ("none", "bfloat16"), ("ds4", "float32")]
 
 
-def random_cache(kv_quant: str, dtype: str) -> KVCache:
+def random_cache(kv_quant: str, dtype: str, n_ctx: int = 128, seed: int = 0) -> KVCache:
     """A cache whose every value differs from its neighbours'."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
 
     def fill(leaf: jax.Array) -> jax.Array:
         return jnp.asarray(rng.integers(-120, 120, leaf.shape)).astype(leaf.dtype)
 
-    return jax.tree.map(fill, init_cache(SMALL, 3, 128, kv_quant, dtype))
+    return jax.tree.map(fill, init_cache(SMALL, 3, n_ctx, kv_quant, dtype))
 
 
 def digest(cache: KVCache, slot: int) -> int:
