@@ -68,6 +68,14 @@ class ContextLengthError(RequestError):
         self.n_ctx, self.n_prompt, self.n_completion = n_ctx, n_prompt, completion
 
 
+class GrammarError(Ds4jaxError):
+    """A text cannot go on under the grammar it has to follow, for a step of it would cost too much."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the grammar of this request is too complex to be followed further ({reason}); simplify it")
+        self.reason = reason
+
+
 class QueueFullError(Ds4jaxError):
     """All slots are busy and the queue is at its limit. `retry_after_s` is a hint for the client."""
 

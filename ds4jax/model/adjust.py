@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 IN_PROMPT, IS_END, ONCE = 1, 2, 4  # bits of `seen`: two facts about a token, and the unit in which it is counted
+EARLY = -1e30  # logit of an end before its time: never drawn, unless a mask leaves nothing else
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +60,7 @@ def adjust(adjustments: SlotAdjustments, logits: jax.Array, slot: jax.Array, pos
     """Adjust logits [B, V] for drawing; rows whose slots ask for nothing keep theirs bit for bit.
 
     In vLLM's order: bias; repetition penalty (over prompt and generated text: positive logits are divided by it, negative ones
-    multiplied); frequency penalty for each time that a token was generated, presence penalty once. Ends before their time become -inf.
+    multiplied); frequency penalty for each time that a token was generated, presence penalty once. Ends before their time become EARLY.
 
     Args:
         slot: int32 [B], out of range for padding. position: int32 [B], the position that the drawn token will take.
@@ -72,7 +73,7 @@ def adjust(adjustments: SlotAdjustments, logits: jax.Array, slot: jax.Array, pos
     x = x - frequency * count.astype(jnp.float32)
     x = jnp.where(count > 0, x - presence, x)
     is_early = position < adjustments.since[1].at[slot].get(mode="clip")
-    x = jnp.where((seen & IS_END != 0) & is_early[:, None], -jnp.inf, x)
+    x = jnp.where((seen & IS_END != 0) & is_early[:, None], EARLY, x)
     return jnp.where(asking(adjustments, slot)[:, None], x, logits)
 
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from ds4jax.model.mask import ALWAYS
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, Adjustments, Event, Finish, GenerateRequest, SamplingParams, Token, TokenLogprobs
 from ds4jax.serving.engine.buckets import chunk_buckets, row_buckets
 from ds4jax.serving.engine.core import EngineCore, Returned
-from ds4jax.serving.engine.device import DeviceStepError, Row
+from ds4jax.serving.engine.device import UNMASKED, DeviceStepError, MaskRule, Row
 
 V = 97
 DAMAGED = -7  # stands in the history of a slot whose contents went bad
 
 
-def next_token(history: Sequence[int], seed: int = 0) -> int:
-    """Depend on every token, on their order and on the seed."""
+def next_token(history: Sequence[int], seed: int = 0, allowed: Collection[int] = range(V)) -> int:
+    """Depend on every token, on their order and on the seed: of what is allowed, the first from some token on."""
     state = 1
     for token in history:
         state = (state * 31 + token + 7) % 1_000_003
-    return (state + seed) % V
+    return next(token for i in range(V) if (token := (state + seed + i) % V) in allowed)
+
+
+def allowed_by(mask: bytes) -> set[int]:
+    """The tokens that a mask allows."""
+    return {token for token in range(V) if mask[token // 8] >> token % 8 & 1}
 
 
 def alone(request: GenerateRequest, n_ctx: int) -> list[int]:
@@ -106,6 +112,7 @@ class FakeDevice:
         self.chunks: list[tuple[int, tuple[int, ...]]] = []
         self.cleared: list[int] = []
         self.adjusted: dict[int, Adjustments] = {}
+        self.masks: dict[int, bytes] = {}
         self.histories: list[list[int]] = [[] for _ in range(self.n_slots)]
         self._last: list[int] = [0] * self.n_slots
         self._gate = threading.Event()
@@ -128,14 +135,17 @@ class FakeDevice:
             self,
             index,
             [row.slot for row in rows],
-            [self._feed(index, row.slot, [self._last[row.slot] if row.token is None else row.token], row.sampling) for row in rows],
+            [
+                self._feed(index, row.slot, [self._last[row.slot] if row.token is None else row.token], row.sampling, row.mask)
+                for row in rows
+            ],
         )
 
-    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> FakeHandle:
+    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams, mask: MaskRule = UNMASKED) -> FakeHandle:
         index = self._begin("prefill", [slot])
         self.chunks.append((slot, tuple(tokens)))
         assert 1 <= len(tokens) <= self.prefill_buckets[-1]
-        return FakeHandle(self, index, [slot], [self._feed(index, slot, tokens, sampling)])
+        return FakeHandle(self, index, [slot], [self._feed(index, slot, tokens, sampling, mask)])
 
     def clear(self, slot: int) -> None:
         if slot in self.fail_clear:
@@ -147,6 +157,9 @@ class FakeDevice:
         if slot in self.fail_clear:
             raise DeviceStepError("adjust failed", cache_lost=False)
         self.adjusted[slot] = NO_ADJUSTMENTS if request is None else request.adjustments
+
+    def mask(self, slot: int, mask: bytes) -> None:
+        self.masks[slot] = mask
 
     def fail(self, index: int, slots: Sequence[int], cache_lost: bool) -> DeviceStepError:
         for slot in slots:
@@ -165,12 +178,14 @@ class FakeDevice:
             raise self.fail(index, slots, self.fail_launch[index])
         return index
 
-    def _feed(self, index: int, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> int:
+    def _feed(self, index: int, slot: int, tokens: Sequence[int], sampling: SamplingParams, rule: MaskRule) -> int:
         assert isinstance(sampling.seed, int)
         history = self.histories[slot]
         history.extend(tokens)
         assert len(history) <= self.n_ctx
-        self._last[slot] = next_token(history, sampling.seed)
+        holds = rule.after in (ALWAYS, tokens[-1])
+        allowed = allowed_by(self.masks[slot]) if holds else {token for token in range(V) if token != rule.barred}
+        self._last[slot] = next_token(history, sampling.seed, allowed)
         return -1 if (index, slot) in self.bad_rows else self._last[slot]
 
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4jax.model.adjust import SlotAdjustments, adjust, count_drawn, init_adjustments, set_slot
+from ds4jax.model.adjust import EARLY, SlotAdjustments, adjust, count_drawn, init_adjustments, set_slot
 from ds4jax.model.draw import draw
+from ds4jax.model.mask import RowMask, n_words
 from ds4jax.model.sampling import UNUSABLE, RowSampling, sample
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, Adjustments, GenerateRequest, SamplingParams
-from ds4jax.serving.engine.batch import decode_control, slot_adjustments, unpack_decode
+from ds4jax.serving.engine.batch import decode_control, slot_adjustments, unpack_decode, unpack_mask
 from ds4jax.serving.engine.device import Row
 from tests.model.lowering import lower_for_cuda
 
@@ -40,7 +41,7 @@ def twin(logits: np.ndarray, request: GenerateRequest, generated: list[int]) -> 
     for token in set(generated):
         x[token] -= a.frequency_penalty * generated.count(token) + a.presence_penalty
     if len(generated) < a.min_tokens:
-        x[list(request.stop_token_ids)] = -np.inf
+        x[list(request.stop_token_ids)] = EARLY
     return x
 
 
@@ -117,8 +118,10 @@ def test_a_draw_is_the_same_whoever_sits_beside(
         for slot, request in enumerate(beside):
             state = begin(state, slot, request)
         rows = [Row(i, 0, SamplingParams(temperature, seed=i, logprobs=n_top if i == row else n_top_beside)) for i in range(B)]
-        _, sampling = unpack_decode(jnp.asarray(decode_control(rows, B, S)))
-        token, scores, state = _draw(logits, sampling, state, ROWS, position)
+        control = jnp.asarray(decode_control(rows, B, S))
+        _, sampling = unpack_decode(control)
+        mask = unpack_mask(control, jnp.zeros((S, n_words(V)), jnp.uint32), jnp.zeros(B, jnp.int32))
+        token, scores, state = _draw(logits, sampling, state, mask, ROWS, position)
         wanted = scores[row] if n_top else scores[:0]
         return tuple(np.asarray(part).tobytes() for part in (token[row], wanted, state.seen[row]))
 
@@ -163,7 +166,8 @@ def test_a_gpu_is_not_asked_to_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     state = jax.eval_shape(lambda: init_adjustments(S, V))
     row = jax.ShapeDtypeStruct((B,), jnp.int32)
     sampling = RowSampling(jax.ShapeDtypeStruct((3, B), jnp.float32), jax.ShapeDtypeStruct((4, B), jnp.uint32))
-    shapes = (jax.ShapeDtypeStruct((B, V), jnp.float32), sampling, state, row, row)
+    mask = RowMask(jax.ShapeDtypeStruct((S, n_words(V)), jnp.uint32), row, row, row)
+    shapes = (jax.ShapeDtypeStruct((B, V), jnp.float32), sampling, state, mask, row, row)
 
     def branches(text: str) -> bool:
         return any(f"stablehlo.{kind}" in text for kind in ("case", "if", "while", "sort"))

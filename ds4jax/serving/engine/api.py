@@ -61,6 +61,48 @@ class Adjustments:
 NO_ADJUSTMENTS = Adjustments()
 
 
+class Matcher(Protocol):
+    """Follows one text along a grammar. Used by one thread at a time, not always the same."""
+
+    def advance(self, token: int) -> bytes | None:
+        """Take the next token; return the mask of those that may come behind it, or None where the text is complete.
+
+        A mask has a bit for each token id, in little-endian words of 32 bits. Raises Ds4jaxError where the text cannot go on.
+        """
+        ...
+
+
+class CompiledGrammar(Protocol):
+    """A grammar over the model's vocabulary."""
+
+    @property
+    def first_mask(self) -> bytes:
+        """The tokens that a text may begin with."""
+        ...
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends a text, which masks allow where the text may end."""
+        ...
+
+    @property
+    def begin(self) -> Callable[[], Matcher]:
+        """Makes the matcher of a new text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the answer of a request has to look like.
+
+    after: the token that ends the reasoning. The grammar holds for what is drawn behind it, and before it the text cannot end; None: it
+    holds from the first token. A complete answer ends the request, whatever its minimum length.
+    """
+
+    grammar: CompiledGrammar
+    after: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One API call's work for the engine.
@@ -74,6 +116,7 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
     adjustments: Adjustments = NO_ADJUSTMENTS
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

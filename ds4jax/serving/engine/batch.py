@@ -14,29 +14,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from ds4jax.model.adjust import IN_PROMPT, IS_END, SlotAdjustments
+from ds4jax.model.mask import NEVER, RowMask
 from ds4jax.model.sampling import RowSampling
 from ds4jax.model.scores import TOP
 from ds4jax.model.steps import DecodeBatch, PrefillBatch
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingParams, TokenLogprobs
-from ds4jax.serving.engine.device import Row
+from ds4jax.serving.engine.device import UNMASKED, MaskRule, Row
 
-N_CONTROL = 10  # rows of the control array: slot, n, four sampling words, three sampling numbers, token
+N_CONTROL = 12  # rows of the control array: slot, n, four sampling words, three sampling numbers, token, two of the mask's rule
 MOST_TOKENS = 1 << 30  # beyond any context; keeps positions within 32 bits
 
 
 def decode_control(rows: Sequence[Row], bucket: int, n_slot: int) -> np.ndarray:
     """Pack a decode step: int32 [N_CONTROL, bucket]. Padding rows have slot n_slot, one past the last."""
     control = np.zeros((N_CONTROL, bucket), np.int32)
-    control[0, len(rows) :] = n_slot
-    columns = [(row.slot, 1, *_words(row.sampling), -1 if row.token is None else row.token) for row in rows]
+    control[0, len(rows) :], control[10:, len(rows) :] = n_slot, NEVER
+    columns = [
+        (row.slot, 1, *_words(row.sampling), -1 if row.token is None else row.token, row.mask.after, row.mask.barred) for row in rows
+    ]
     control[:, : len(rows)] = np.array(columns, np.int32).reshape(-1, N_CONTROL).T
     return control
 
 
-def prefill_control(slot: int, tokens: Sequence[int], sampling: SamplingParams, bucket: int) -> np.ndarray:
+def prefill_control(slot: int, tokens: Sequence[int], sampling: SamplingParams, bucket: int, mask: MaskRule = UNMASKED) -> np.ndarray:
     """Pack a prefill chunk of one row: int32 [N_CONTROL + bucket], the tokens last."""
     control = np.zeros(N_CONTROL + bucket, np.int32)
-    control[:N_CONTROL] = (slot, len(tokens), *_words(sampling), 0)
+    control[:N_CONTROL] = (slot, len(tokens), *_words(sampling), 0, mask.after, mask.barred)
     control[N_CONTROL : N_CONTROL + len(tokens)] = tokens
     return control
 
@@ -84,6 +87,12 @@ def unpack_prefill(control: jax.Array) -> tuple[PrefillBatch, RowSampling]:
     """Take a prefill control apart, inside a program."""
     head = control[:N_CONTROL, None]
     return PrefillBatch(control[None, N_CONTROL:], head[0], head[1]), _sampling(head)
+
+
+def unpack_mask(control: jax.Array, table: jax.Array, fed: jax.Array) -> RowMask:
+    """Take the rules of masks from a decode control, or from the head of a prefill control, inside a program."""
+    rule = control[10:N_CONTROL].reshape(2, -1)
+    return RowMask(table, fed, rule[0], rule[1])
 
 
 def _sampling(control: jax.Array) -> RowSampling:

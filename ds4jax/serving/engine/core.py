@@ -10,6 +10,8 @@ the previous one is read, so the device never waits for Python. What follows fro
   whole, and a cancelled or a short request would stand in line behind all of it.
 - A slot is given back when its last launch was read. Device ordering alone would allow the next session in earlier, but then a
   failure of the old step, which shows only at that read, could not be told from damage to the new session.
+- A row whose next token a grammar decides does not run ahead: it sits out the step that is launched before its token is read. Its mask is
+  computed beside this thread while that step runs, so the others never wait for it.
 - The failure of a launch is kept until its turn to be read, so results and failures reach a request in one order.
 """
 
@@ -40,6 +42,7 @@ from ds4jax.serving.engine.checks import check_adjustments, check_sampling, chec
 from ds4jax.serving.engine.counters import Counters
 from ds4jax.serving.engine.device import Device, DeviceStepError
 from ds4jax.serving.engine.log import log_batch
+from ds4jax.serving.engine.masks import MaskWorkers
 from ds4jax.serving.engine.pipeline import Outcome, Pipeline
 from ds4jax.serving.engine.scheduler import Decode, Idle, Plan, Prefill, Turns, WaitUntil, plan
 from ds4jax.serving.engine.session import Session, State
@@ -81,6 +84,7 @@ class EngineCore:
         self._waiting: deque[Session] = deque()
         self._slots = SlotTable(device.n_slots)
         self._pipeline = Pipeline(device, clock_us)
+        self._masks = MaskWorkers()
         self._events: list[Event | Returned] = []
         self._turns = Turns()
         self._window_opened_us: int | None = None
@@ -100,6 +104,8 @@ class EngineCore:
         check_sampling(request.sampling)
         check_tokens(tuple(request.stop_token_ids), self._device.n_vocab, "stop_token_ids")
         check_adjustments(request.adjustments, self._device.n_vocab)
+        if request.constraint is not None and request.constraint.after is not None:
+            check_tokens((request.constraint.after,), self._device.n_vocab, "constraint.after")
         return Session(next(self._ids), n_ctx, request)
 
     def check_capacity(self, n_live: int) -> None:
@@ -128,6 +134,7 @@ class EngineCore:
 
     def close(self) -> tuple[Event | Returned, ...]:
         """End everything that lives; returns the last events."""
+        self._masks.close()
         for session in list(self._live.values()):
             if session.is_manual:
                 self._end_manual(session, EngineStoppedError(ENGINE_CLOSED))
@@ -190,13 +197,14 @@ class EngineCore:
     # ------------------------------------------------------------ the step
     def step(self, now_us: int) -> Step:
         """Plan, run, deliver: enqueue the next launch, then read the result of the one before."""
+        self._take_masks()
         self._admit()
         todo = plan(list(self._slots.residents()), now_us, self._config, self._turns, self._device.prefill_buckets[-1])
         self._watch_window(todo, now_us)
         if isinstance(todo, WaitUntil):
             return Step(self._take_events(), todo.us)
         worked = self._read_all_but(0) if isinstance(todo, Idle) else self._launch(todo)
-        return Step(self._take_events(), now_us if worked else None)
+        return Step(self._take_events(), now_us if worked or self._masks else None)
 
     def stats(self) -> EngineStats:
         """Count what happened since start and what is going on."""
@@ -218,8 +226,25 @@ class EngineCore:
             if choice.must_clear:
                 self._device.clear(choice.slot)
             self._device.adjust(choice.slot, session.request)
+            if (first_mask := session.first_mask) is not None:
+                self._device.mask(choice.slot, first_mask)
         except DeviceStepError as error:
             self._fail_step((session,), error)
+
+    def _take_masks(self) -> None:
+        """Go on with the sessions whose masks are there, or whose grammar says that they are complete."""
+        for session, future in self._masks.take():
+            if session.finished:  # cancelled meanwhile
+                continue
+            if error := future.exception():
+                self._finish(session, FinishReason.ERROR, str(error))
+                continue
+            mask = future.result()
+            reason = session.take_mask(mask, self._clock_us())
+            if reason is not None:
+                self._finish(session, reason)
+            elif mask is not None and session.slot is not None:
+                self._device.mask(session.slot, mask)
 
     def _launch(self, todo: Prefill | Decode) -> bool:
         """Enqueue a step and read the one before it; after a failure read all, for nothing may be built upon it."""
@@ -298,6 +323,8 @@ class EngineCore:
                 self._events.append(Token(session.id, token, outcome.logprobs[index]))
             if reason is not None:
                 self._finish(session, reason)
+            elif session.state is State.MASKING:
+                self._masks.start(session)
 
     # ------------------------------------------------------------ ends
     def _fail_step(self, sessions: Iterable[Session], error: DeviceStepError) -> None:

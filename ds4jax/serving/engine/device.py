@@ -11,7 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ds4jax.model.mask import ALWAYS, NEVER
 from ds4jax.serving.engine.api import GenerateRequest, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """When the mask of a slot holds for a row: in a step that feeds the token `after`, ALWAYS, or NEVER.
+
+    barred: a token that may not be drawn as long as the mask waits for `after`.
+    """
+
+    after: int = NEVER
+    barred: int = NEVER
+
+
+UNMASKED, MASKED = MaskRule(), MaskRule(ALWAYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +40,7 @@ class Row:
     slot: int
     token: int | None
     sampling: SamplingParams
+    mask: MaskRule = UNMASKED
 
 
 class DeviceStepError(Exception):
@@ -85,7 +101,7 @@ class Device(Protocol):
         """Enqueue one decode step of 1 to n_slots rows with distinct slots. Raises DeviceStepError."""
         ...
 
-    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> StepHandle:
+    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams, mask: MaskRule = UNMASKED) -> StepHandle:
         """Enqueue one prefill chunk that continues the slot; tokens: 1 to the largest prefill bucket.
 
         The handle's single row belongs to the last token. Raises DeviceStepError.
@@ -101,6 +117,10 @@ class Device(Protocol):
 
         Enqueued in order with the steps. Raises DeviceStepError.
         """
+        ...
+
+    def mask(self, slot: int, mask: bytes) -> None:
+        """Say which tokens a slot may draw where its row's rule lets the mask hold, from the next launch on: a bit for each token."""
         ...
 
     @property

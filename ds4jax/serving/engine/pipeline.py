@@ -82,7 +82,7 @@ class Pipeline:
                 return self._device.decode([session.next_row() for session in plan.rows])
             session = plan.session
             assert session.slot is not None
-            return self._device.prefill(session.slot, session.next_chunk(plan.n_tokens), session.sampling)
+            return self._device.prefill(session.slot, session.next_chunk(plan.n_tokens), session.sampling, session.mask_rule)
         except DeviceStepError as error:
             return error
 

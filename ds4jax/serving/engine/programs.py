@@ -27,12 +27,14 @@ from jax.experimental import serialize_executable
 from ds4jax.model.adjust import SlotAdjustments, init_adjustments, set_slot
 from ds4jax.model.cache import KVCache, clear_slot, init_cache
 from ds4jax.model.draw import draw
+from ds4jax.model.mask import RowMask, n_words
 from ds4jax.model.sampling import RowSampling
 from ds4jax.model.spec import FlatModel, ModelSpec, abstract_model
 from ds4jax.model.steps import decode_step, prefill_chunk
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.log import logger
 
+Leaves = Sequence[Any]
 Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens), ("clear", 0) or ("adjust", 0)
 
 
@@ -91,25 +93,27 @@ def init_state(spec: ModelSpec, n_slot: int, n_ctx: int) -> SlotState:
     return SlotState(init_cache(spec.config, n_slot, n_ctx, spec.kv_quant, spec.dtype), init_adjustments(n_slot, spec.config.n_vocab))
 
 
-def _decode(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Sequence[Any], state_leaves: Sequence[Any], control: jax.Array) -> Any:
+def _decode(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Leaves, state: Leaves, masks: jax.Array, control: jax.Array) -> Any:
     rows, sampling = batch.unpack_decode(control)
-    state: SlotState = jax.tree.unflatten(tree, state_leaves)
-    logits, cache = decode_step(flat.merge(leaves), state.cache, rows, spec.compute)
-    return _drawn(logits, SlotState(cache, state.adjustments), rows.slot, sampling)
+    before: SlotState = jax.tree.unflatten(tree, state)
+    fed = jnp.where(rows.token < 0, before.cache.next_token.at[rows.slot].get(mode="clip"), rows.token)
+    logits, cache = decode_step(flat.merge(leaves), before.cache, rows, spec.compute)
+    return _drawn(logits, SlotState(cache, before.adjustments), rows.slot, sampling, batch.unpack_mask(control, masks, fed))
 
 
-def _prefill(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Sequence[Any], state_leaves: Sequence[Any], control: jax.Array) -> Any:
+def _prefill(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Leaves, state: Leaves, masks: jax.Array, control: jax.Array) -> Any:
     rows, sampling = batch.unpack_prefill(control)
-    state: SlotState = jax.tree.unflatten(tree, state_leaves)
-    logits, cache = prefill_chunk(flat.merge(leaves), state.cache, rows, spec.compute)
-    return _drawn(logits, SlotState(cache, state.adjustments), rows.slot, sampling)
+    before: SlotState = jax.tree.unflatten(tree, state)
+    logits, cache = prefill_chunk(flat.merge(leaves), before.cache, rows, spec.compute)
+    fed = jnp.take_along_axis(rows.token, jnp.maximum(rows.n - 1, 0)[:, None], axis=1)[:, 0]
+    return _drawn(logits, SlotState(cache, before.adjustments), rows.slot, sampling, batch.unpack_mask(control, masks, fed))
 
 
-def _drawn(logits: jax.Array, state: SlotState, slot: jax.Array, sampling: RowSampling) -> Any:
+def _drawn(logits: jax.Array, state: SlotState, slot: jax.Array, sampling: RowSampling, mask: RowMask) -> Any:
     """Draw the next tokens and leave them in the cache, where the next step finds them without the host."""
     cache, adjustments = state.cache, state.adjustments
     position = cache.position.at[slot].get(mode="clip")
-    token, scores, adjustments = draw(logits, sampling, adjustments, slot, position)
+    token, scores, adjustments = draw(logits, sampling, adjustments, mask, slot, position)
     cache = replace(cache, next_token=cache.next_token.at[slot].set(token, mode="drop"))
     return token, scores, logits, tuple(jax.tree.leaves(SlotState(cache, adjustments)))
 
@@ -138,8 +142,9 @@ def lower(shapes: Shapes, key: Key) -> Any:
     flat = abstract_model(shapes.spec)
     function: Callable[..., Any] = _decode if kind == "decode" else _prefill
     control = (batch.N_CONTROL, n) if kind == "decode" else (batch.N_CONTROL + n,)
+    masks = jax.ShapeDtypeStruct((shapes.n_slot, n_words(shapes.spec.config.n_vocab)), jnp.uint32)
     jitted = jax.jit(partial(function, flat, shapes.spec, tree), donate_argnums=1)
-    return jitted.lower(tuple(flat.leaves), state_leaves, jax.ShapeDtypeStruct(control, jnp.int32))
+    return jitted.lower(tuple(flat.leaves), state_leaves, masks, jax.ShapeDtypeStruct(control, jnp.int32))
 
 
 # ---------------------------------------------------------------- compiling and the store on disk

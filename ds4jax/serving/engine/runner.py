@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 from ds4jax.errors import StaleCacheError
+from ds4jax.model.mask import n_words
 from ds4jax.model.model import Model
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingParams, TokenLogprobs
 from ds4jax.serving.engine.buckets import nearest
-from ds4jax.serving.engine.device import DeviceStepError, Row
+from ds4jax.serving.engine.device import UNMASKED, DeviceStepError, MaskRule, Row
 from ds4jax.serving.engine.log import logger
 from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all, init_state, needed_first
 
@@ -87,6 +88,8 @@ class Runner:
         for program in compile_all(shapes, store, first):
             self._adopt(program)
         self.compile_misses = 0
+        self._masks = np.zeros((self.n_slots, n_words(self.n_vocab)), np.uint32)
+        self._uploaded_masks: jax.Array | None = None
         self._cache = self._new_cache()
         self._warm_up()
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -137,10 +140,10 @@ class Runner:
         step.expect_logprobs(row.sampling for row in rows)
         return step
 
-    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams) -> Step:
+    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams, mask: MaskRule = UNMASKED) -> Step:
         """Enqueue one prefill chunk; see `Device.prefill`."""
         bucket = nearest(self.prefill_buckets, len(tokens))
-        step = self._launch(("prefill", bucket), batch.prefill_control(slot, tokens, sampling, bucket), 1)
+        step = self._launch(("prefill", bucket), batch.prefill_control(slot, tokens, sampling, bucket, mask), 1)
         step.expect_logprobs([sampling])
         return step
 
@@ -157,6 +160,12 @@ class Runner:
         self._set_slot(("adjust", 0), slot, (one.seen, one.bias, one.number, one.since))
         (self._adjusted.add if asks else self._adjusted.discard)(slot)
 
+    def mask(self, slot: int, mask: bytes) -> None:
+        """Set the mask of a slot; see `Device.mask`. All masks that change between two launches travel in one copy."""
+        words = np.frombuffer(mask, np.uint32)[: self._masks.shape[1]]
+        self._masks[slot, : len(words)], self._masks[slot, len(words) :] = words, 0
+        self._uploaded_masks = None
+
     def _set_slot(self, key: Key, slot: int, *what: Any) -> None:
         program = self._program(key)
         leaves = self._cache.take(program.name)
@@ -169,7 +178,9 @@ class Runner:
         program = self._program(key)
         leaves = self._cache.take(program.name)
         try:
-            tokens, scores, logits, out = program.executable(self.model.flat.leaves, leaves, control)
+            if self._uploaded_masks is None:  # a copy, for the host writes on while the device still reads
+                self._uploaded_masks = jax.device_put(self._masks.copy())
+            tokens, scores, logits, out = program.executable(self.model.flat.leaves, leaves, self._uploaded_masks, control)
         except Exception as error:
             raise self._recover(error, leaves) from error
         self._cache = DeviceCache(out)
@@ -221,6 +232,7 @@ class Runner:
         with contextlib.suppress(AttributeError):
             del self._cache  # the old arrays go first: there may be no room for both
         self._adjusted: set[int] = set()
+        self._uploaded_masks = None  # it may have gone with the cache
         return DeviceCache(tuple(jax.tree.leaves(init_state(self.model.spec, self.n_slots, self.n_ctx))))
 
     def _warm_up(self) -> None:

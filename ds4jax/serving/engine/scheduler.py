@@ -95,12 +95,14 @@ def _next_in_turn(prefilling: Sequence[Session], last_slot: int) -> Session:
 
 
 def _would_fall_out_of_step(pending: Sequence[Session], residents: Sequence[Session]) -> bool:
-    """Whether only manual sessions are pending while another one's step is unread.
+    """Whether only sessions that wait for the host are pending while the step of another such one is unread.
 
-    Launched now, the two would alternate for ever and never share a batch; so the result is read first, and then the other
-    has one window to join. Driven sessions do not wait for that: they run ahead, and manual ones go along.
+    Launched now, the two would alternate for ever and never share a batch; so the result is read first, and then the other, where
+    it is a manual one, has one window to join. The rest does not wait for that: they run ahead, and those that wait go along.
     """
-    return all(s.is_manual for s in pending) and any(s.is_manual and s.is_active and s.state is State.IN_FLIGHT for s in residents)
+    return all(s.waits_for_host for s in pending) and any(
+        s.waits_for_host and s.is_active and s.state is State.IN_FLIGHT for s in residents
+    )
 
 
 def _window_end_us(pending: Sequence[Session], residents: Sequence[Session], coalesce_us: int) -> int:

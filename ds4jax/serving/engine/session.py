@@ -6,10 +6,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import cached_property
 
 from ds4jax.errors import Ds4jaxError
-from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, SamplingParams
-from ds4jax.serving.engine.device import Row
+from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, Matcher, SamplingParams
+from ds4jax.serving.engine.device import MASKED, UNMASKED, MaskRule, Row
 
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -21,6 +22,7 @@ class State(StrEnum):
     PREFILLING = "prefilling"  # for its next prompt chunk to be launched
     PENDING = "pending"  # for its next decode step to be launched; the last one may still be unread
     IN_FLIGHT = "in_flight"  # for a result, without which nothing of it can be launched
+    MASKING = "masking"  # for the mask of its next token, which its last one decides
     IDLE = "idle"  # for its user's next call (manual sessions only)
     FINISHED = "finished"
 
@@ -52,6 +54,8 @@ class Session:
         self.idle_since_us = 0
         self.error: Ds4jaxError | None = None  # why a manual session ended
         self.sampling = _GREEDY
+        self._constraint = None if request is None else request.constraint
+        self._in_answer = self._constraint is not None and self._constraint.after is None  # of a constrained request
         self._n_sampled = 0  # tokens whose sampling was launched
         self._limit = 0
         if request is not None:
@@ -69,7 +73,12 @@ class Session:
         """Whether it counts as an active generation, for quanta and windows."""
         if self.is_manual:
             return self.counts_as_active and self.state is not State.FINISHED
-        return self.state in (State.PENDING, State.IN_FLIGHT)
+        return self.state in (State.PENDING, State.IN_FLIGHT, State.MASKING)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether its next step can be launched only when the last one was read."""
+        return self.is_manual or self._in_answer
 
     @property
     def finished(self) -> bool:
@@ -106,7 +115,7 @@ class Session:
     def next_row(self) -> Row:
         """Make the row of the next decode step; a driven session's token is taken where it was sampled, on the device."""
         assert self.slot is not None
-        return Row(self.slot, self.tokens[-1] if self.is_manual else None, self.sampling)
+        return Row(self.slot, self.tokens[-1] if self.is_manual else None, self.sampling, self.mask_rule)
 
     def row_launched(self, now_us: int) -> None:
         """Note that a decode step was enqueued."""
@@ -118,21 +127,65 @@ class Session:
         """Be pending again at once, unless the host must supply the next token or the last one is under way."""
         self._n_sampled += 1
         self.pending_since_us = now_us
-        self.state = State.IN_FLIGHT if self.is_manual or self._n_sampled == self._limit else State.PENDING
+        self.state = State.IN_FLIGHT if self.waits_for_host or self._n_sampled == self._limit else State.PENDING
 
     # ------------------------------------------------------------ results
     def take_token(self, token: int) -> FinishReason | None:
         """Take a sampled token of a driven session; says why the session ends with it, if it does."""
         assert self.request is not None
         self.tokens.append(token)
-        if token in self.request.stop_token_ids:
+        if token in self.request.stop_token_ids or (self._in_answer and token == self._constraint_end):
             return FinishReason.STOP
         self.n_generated += 1
+        if self._in_answer:
+            self.state = State.MASKING  # whether that was the last token, the grammar says
+            return None
+        if self._constraint is not None and token == self._constraint.after:
+            self._in_answer = True
+            if self.n_unread:  # the step that draws the answer's first token is under way; its mask was there all the time
+                self.state = State.IN_FLIGHT
+        return self._reason_to_end()
+
+    def _reason_to_end(self) -> FinishReason | None:
         return FinishReason.LENGTH if self.n_generated == self._limit else None
 
     def finish_event(self, reason: FinishReason, error: str | None = None) -> Finish:
         """Make the last event of a driven session."""
         return Finish(self.id, reason, self.prompt_end, self.n_cached, self.n_generated, error)
+
+    # ------------------------------------------------------------ grammars
+    @property
+    def first_mask(self) -> bytes | None:
+        """The tokens that its answer may begin with; None where it may begin with any."""
+        return None if self._constraint is None else self._constraint.grammar.first_mask
+
+    @property
+    def mask_rule(self) -> MaskRule:
+        """When the mask of its slot holds for its next step."""
+        if self._constraint is None:
+            return UNMASKED
+        after = self._constraint.after
+        return MASKED if self._in_answer or after is None else MaskRule(after, self._constraint.grammar.end_id)
+
+    @property
+    def _constraint_end(self) -> int | None:
+        return None if self._constraint is None else self._constraint.grammar.end_id
+
+    @cached_property
+    def _matcher(self) -> Matcher:
+        assert self._constraint is not None
+        return self._constraint.grammar.begin()
+
+    def follow_grammar(self) -> bytes | None:
+        """Take the last token along the grammar (`Matcher.advance`); the only method that another thread may run."""
+        return self._matcher.advance(self.tokens[-1])
+
+    def take_mask(self, mask: bytes | None, now_us: int) -> FinishReason | None:
+        """Go on with what may come next, None if nothing may; says why the session ends, if it does."""
+        reason = FinishReason.STOP if mask is None else self._reason_to_end()
+        if reason is None:
+            self.state, self.pending_since_us = State.PENDING, now_us
+        return reason
 
     # ------------------------------------------------------------ manual calls
     def feed_prompt(self, tokens: Sequence[int]) -> None:
