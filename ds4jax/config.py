@@ -248,7 +248,8 @@ class EngineConfig:
     slots: resident sessions; ctx: tokens a slot holds; coalesce_us: longest wait from the first pending row to the launch;
     prefill_quantum / mixed_prefill_quantum: prompt tokens a prefill step may take while nobody / somebody decodes;
     decode_steps_per_prefill: a waiting prefill gets a quantum at least every so many decode steps;
-    queue_limit: requests that may wait (None: 4 * slots).
+    queue_limit: requests that may wait (None: 4 * slots);
+    snapshots: states of slots that are kept to return to (None: 4 * slots; 0: none, and only whole histories are continued).
     """
 
     slots: int = 4
@@ -258,6 +259,7 @@ class EngineConfig:
     mixed_prefill_quantum: int = 128
     decode_steps_per_prefill: int = 4
     queue_limit: int | None = None
+    snapshots: int | None = None
     batch_log: bool = False
 
     def __post_init__(self) -> None:
@@ -272,11 +274,18 @@ class EngineConfig:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least {least}")
         if not 0 <= self.coalesce_us <= 100_000:
             raise ConfigError(f"coalesce_us: got {self.coalesce_us}, expected 0 to 100000")
+        if self.n_snapshots < 0:
+            raise ConfigError(f"snapshots: got {self.snapshots}, expected 0 (none) or more")
 
     @property
     def max_waiting(self) -> int:
         """Requests that may wait for a slot."""
         return 4 * self.slots if self.queue_limit is None else self.queue_limit
+
+    @property
+    def n_snapshots(self) -> int:
+        """Snapshots of slots that are kept at a time."""
+        return 4 * self.slots if self.snapshots is None else self.snapshots
 
 
 @dataclass(frozen=True)

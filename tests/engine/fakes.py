@@ -102,6 +102,8 @@ class FakeDevice:
     bad_rows: set[tuple[int, int]] = field(default_factory=set)
     break_at: int = -1
     compile_misses: int = 0
+    n_snapshots: int = 0
+    fail_save: bool = False
 
     def __post_init__(self) -> None:
         self.decode_buckets = row_buckets(self.n_slots)
@@ -114,6 +116,9 @@ class FakeDevice:
         self.adjusted: dict[int, Adjustments] = {}
         self.masks: dict[int, bytes] = {}
         self.histories: list[list[int]] = [[] for _ in range(self.n_slots)]
+        self.snapshots: dict[int, tuple[int, ...]] = {}
+        self.saved: list[tuple[int, int]] = []  # slot and position
+        self.restored: list[tuple[int, int, int]] = []  # source, target and position
         self._last: list[int] = [0] * self.n_slots
         self._gate = threading.Event()
         self._gate.set()
@@ -161,11 +166,30 @@ class FakeDevice:
     def mask(self, slot: int, mask: bytes) -> None:
         self.masks[slot] = mask
 
+    def save(self, slot: int, entry: int) -> None:
+        assert 0 <= entry < self.n_snapshots
+        if self.fail_save:
+            self.snapshots.clear()
+            raise DeviceStepError("save failed", cache_lost=False)
+        self.snapshots[entry] = tuple(self.histories[slot])
+        self.saved.append((slot, len(self.histories[slot])))
+
+    def restore(self, entry: int, source: int, target: int) -> None:
+        """Like the real one: the snapshot knows how far, and the rows come from the source, whatever they are."""
+        if target in self.fail_clear:
+            raise DeviceStepError("restore failed", cache_lost=False)
+        n = len(self.snapshots[entry])
+        assert n <= len(self.histories[source])
+        self.restored.append((source, target, n))
+        self.histories[target] = self.histories[source][:n]
+        assert tuple(self.histories[target]) == self.snapshots[entry], "the rows belong to other tokens"
+
     def fail(self, index: int, slots: Sequence[int], cache_lost: bool) -> DeviceStepError:
         for slot in slots:
             self.histories[slot] = [DAMAGED]
         if cache_lost:
             self.histories = [[] for _ in range(self.n_slots)]
+            self.snapshots.clear()
         return DeviceStepError(f"step {index} broke", cache_lost=cache_lost)
 
     def _begin(self, kind: str, slots: Sequence[int]) -> int:

@@ -20,10 +20,12 @@ ERRORS = ("batched decode failed: step", "the logits of this session")
 class Schedules(RuleBasedStateMachine):
     """Submit, cancel, call, break and step in any order; compare with each request run alone."""
 
-    @initialize(n_slots=st.integers(1, 4), window_us=st.sampled_from([0, 2000]), every=st.integers(1, 4))
-    def build(self, n_slots: int, window_us: int, every: int) -> None:
+    @initialize(
+        n_slots=st.integers(1, 4), window_us=st.sampled_from([0, 2000]), every=st.integers(1, 4), n_snapshots=st.sampled_from([0, 1, 3, 9])
+    )
+    def build(self, n_slots: int, window_us: int, every: int, n_snapshots: int) -> None:
         self.clock, self.record = FakeClock(), Record()
-        self.device = FakeDevice(n_slots, N_CTX, prefill_buckets=(2, 8))
+        self.device = FakeDevice(n_slots, N_CTX, prefill_buckets=(2, 8), n_snapshots=n_snapshots)
         config = EngineConfig(
             slots=n_slots, ctx=N_CTX, coalesce_us=window_us, prefill_quantum=8, mixed_prefill_quantum=2, decode_steps_per_prefill=every
         )
@@ -59,6 +61,18 @@ class Schedules(RuleBasedStateMachine):
             assert self.core.stats().n_waiting > 0
         else:
             self.asked[request_id] = request
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), n=st.integers(1, N_CTX), extra=st.lists(st.integers(0, 2), min_size=1, max_size=8), twice=st.booleans())
+    def part_from(self, data: st.DataObject, n: int, extra: list[int], twice: bool) -> None:
+        """Ask something that only begins like an earlier request, perhaps while that one is still read."""
+        earlier = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
+        for _ in range(1 + twice):
+            self._submit(GenerateRequest((*earlier.prompt[:n], *extra)[: N_CTX - 1], 2, SamplingParams(seed=1)))
+
+    @rule(fails=st.booleans())
+    def snapshots_fail(self, fails: bool) -> None:
+        self.device.fail_save = fails
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())

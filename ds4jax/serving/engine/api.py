@@ -109,6 +109,7 @@ class GenerateRequest:
 
     prompt: token ids, at least one. max_tokens: None means as many as the slot's context allows.
     A sampled token in stop_token_ids ends the request; it is not delivered as a Token event but is counted nowhere.
+    marks: numbers of leading tokens that other prompts are likely to share, such as those of a system prompt.
     """
 
     prompt: tuple[int, ...]
@@ -117,6 +118,7 @@ class GenerateRequest:
     stop_token_ids: frozenset[int] = frozenset()
     adjustments: Adjustments = NO_ADJUSTMENTS
     constraint: Constraint | None = None
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,8 @@ class EngineStats:
 
     steps counts decode launches by bucket; rows counts live rows by bucket, so occupancy of a bucket is rows / (steps * bucket).
     batches counts decode launches by their live rows. prompt_tokens: of the prompts that got a slot, cached_tokens: those of them that
-    were in it already. prefill_padding: tokens computed for nobody. kv_tokens: those that running requests hold in the cache now.
+    were there already. reuses: requests by what they gained from: "live" (a slot continued as it was left), "rewind" or "fork".
+    snapshots: those taken. prefill_padding: tokens computed for nobody. kv_tokens: those that running requests hold in the cache now.
     """
 
     n_slots: int
@@ -202,6 +205,8 @@ class EngineStats:
     prefill_padding: int = 0
     coalesce_windows: int = 0
     kv_tokens: int = 0
+    reuses: dict[str, int] = field(default_factory=dict)
+    snapshots: int = 0
 
     @property
     def occupancy(self) -> float:

@@ -44,6 +44,7 @@ from ds4jax.serving.engine.device import Device, DeviceStepError
 from ds4jax.serving.engine.log import log_batch
 from ds4jax.serving.engine.masks import MaskWorkers
 from ds4jax.serving.engine.pipeline import Outcome, Pipeline
+from ds4jax.serving.engine.prefix import plan_stops, snapshot_interval
 from ds4jax.serving.engine.scheduler import Decode, Idle, Plan, Prefill, Turns, WaitUntil, plan
 from ds4jax.serving.engine.session import Session, State
 from ds4jax.serving.engine.slots import Choice, SlotTable
@@ -82,7 +83,7 @@ class EngineCore:
         self._ids = itertools.count(1)
         self._live: dict[int, Session] = {}
         self._waiting: deque[Session] = deque()
-        self._slots = SlotTable(device.n_slots)
+        self._slots = SlotTable(device.n_slots, device.n_snapshots, device.prefill_buckets[0])
         self._pipeline = Pipeline(device, clock_us)
         self._masks = MaskWorkers()
         self._events: list[Event | Returned] = []
@@ -211,12 +212,22 @@ class EngineCore:
         return self._counters.snapshot(self._device, list(self._slots.residents()), len(self._waiting))
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, first come, first served."""
-        while self._waiting and (choice := self._slots.choose(self._waiting[0].tokens)):
-            session = self._waiting.popleft()
-            self._counters.admitted(session.prompt_end, choice.n_cached)
-            self._events.append(Started(session.id, session.prompt_end, choice.n_cached))
-            self._move_in(session, choice)
+        """Move waiting requests into free slots, first come, first served.
+
+        One whose beginning somebody is just computing waits for that, and others may pass: it is sooner done with a copy of it.
+        """
+        for session in list(self._waiting):
+            if session.awaits_builder:
+                continue
+            choice = self._slots.choose(session.tokens)
+            if choice is None:
+                return
+            session.builder = self._slots.builder_of(session.tokens, choice.n_cached) if self._device.n_snapshots else None
+            if session.builder is None:
+                self._waiting.remove(session)
+                self._counters.admitted(session.prompt_end, choice.n_cached, choice.reuse)
+                self._events.append(Started(session.id, session.prompt_end, choice.n_cached))
+                self._move_in(session, choice)
 
     def _move_in(self, session: Session, choice: Choice) -> None:
         """Give a slot to a session, emptied if it holds anything else."""
@@ -225,11 +236,42 @@ class EngineCore:
         try:
             if choice.must_clear:
                 self._device.clear(choice.slot)
+            if choice.snapshot is not None and choice.source is not None:
+                self._device.restore(choice.snapshot, choice.source, choice.slot)
             self._device.adjust(choice.slot, session.request)
             if (first_mask := session.first_mask) is not None:
                 self._device.mask(choice.slot, first_mask)
         except DeviceStepError as error:
             self._fail_step((session,), error)
+            return
+        if not session.is_manual:
+            if self._device.n_snapshots:
+                marks = (choice.parts_at, *(session.request.marks if session.request else ()))
+                session.stops = plan_stops(session.prompt_end, choice.n_cached, marks, self._slots.spacing)
+            if choice.reuse == "live":  # the state at the end of a turn, which the next token destroys
+                self._keep(session, self._slots.spacing)
+
+    def _keep(self, session: Session, distance: int) -> None:
+        """Take a snapshot of a session as far as it was launched, if the last one of its slot is `distance` tokens back."""
+        assert session.slot is not None
+        if session.n_fed - self._slots.snapshots.last_of(session.slot) < distance:
+            return
+        session.stops = [stop for stop in session.stops if stop - session.n_fed >= self._slots.spacing]
+        entry = self._slots.keep(session)
+        if entry is not None:
+            self._counters.snapshots += 1
+            try:
+                self._device.save(session.slot, entry)
+            except DeviceStepError as error:  # the session itself is none the worse
+                self._slots.snapshots.forget()
+                self._fail_step((), error)
+
+    def _keep_on_the_way(self, session: Session) -> None:
+        """Take a snapshot behind a chunk that was just launched, where a stop was planned or the last one is far away."""
+        if session.is_manual or session.n_unfed == 0 or not self._device.n_snapshots:
+            return
+        is_stop = session.n_fed in session.stops
+        self._keep(session, self._slots.spacing if is_stop else snapshot_interval(session.prompt_end, self._config.prefill_quantum))
 
     def _take_masks(self) -> None:
         """Go on with the sessions whose masks are there, or whose grammar says that they are complete."""
@@ -251,6 +293,8 @@ class EngineCore:
         self._turns = self._turns.after(todo)
         launched = self._pipeline.launch(todo)
         self._count(todo)
+        if launched and isinstance(todo, Prefill):
+            self._keep_on_the_way(todo.session)
         self._read_all_but(1 if launched else 0)
         return True
 

@@ -19,11 +19,13 @@ class Counters:
     rows: Counter[int] = field(default_factory=Counter)
     batches: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
+    reuses: Counter[str] = field(default_factory=Counter)
     prefill_chunks: int = 0
     prefill_tokens: int = 0
     prefill_padding: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    snapshots: int = 0
     generated_tokens: int = 0
     failed_steps: int = 0
     coalesce_wait_us: int = 0
@@ -41,10 +43,12 @@ class Counters:
         self.prefill_tokens += n_tokens
         self.prefill_padding += bucket - n_tokens
 
-    def admitted(self, n_prompt: int, n_cached: int) -> None:
-        """Count a request that got a slot."""
+    def admitted(self, n_prompt: int, n_cached: int, reuse: str | None) -> None:
+        """Count a request that got a slot; reuse: what it gained from (`slots.Choice.reuse`)."""
         self.prompt_tokens += n_prompt
         self.cached_tokens += n_cached
+        if reuse is not None:
+            self.reuses[reuse] += 1
 
     def waited(self, wait_us: int) -> None:
         """Count a coalescing window."""
@@ -73,5 +77,7 @@ class Counters:
             prompt_tokens=self.prompt_tokens,
             prefill_padding=self.prefill_padding,
             coalesce_windows=self.coalesce_windows,
+            reuses=dict(self.reuses),
+            snapshots=self.snapshots,
             kv_tokens=sum(s.n_fed for s in residents if not s.finished),
         )

@@ -124,6 +124,25 @@ class Device(Protocol):
         ...
 
     @property
+    def n_snapshots(self) -> int:
+        """Places of the pool of snapshots; 0: none can be taken."""
+        ...
+
+    def save(self, slot: int, entry: int) -> None:
+        """Keep in place `entry` of the pool what of a slot the next tokens overwrite, as it is behind all that was enqueued before.
+
+        Raises DeviceStepError; the pool's contents are lost then.
+        """
+        ...
+
+    def restore(self, entry: int, source: int, target: int) -> None:
+        """Bring slot `target` to where a snapshot was taken. source: a slot that begins with the same tokens; target itself if it does.
+
+        Enqueued in order with the steps. Raises DeviceStepError.
+        """
+        ...
+
+    @property
     def compile_misses(self) -> int:
         """Programs compiled after warm-up; stays 0."""
         ...

@@ -25,6 +25,7 @@ def engine_shapes(spec: ModelSpec, config: EngineConfig) -> Shapes:
         config.ctx,
         row_buckets(config.slots),
         chunk_buckets(config.ctx, config.prefill_quantum, config.mixed_prefill_quantum),
+        config.n_snapshots,
     )
 
 

@@ -1,4 +1,4 @@
-"""The compiled programs of one engine: a decode step a row bucket, a prefill chunk a length bucket, and two that set a slot.
+"""The compiled programs of one engine: a decode step a row bucket, a prefill chunk a length bucket, and those that set a slot.
 
 They are compiled ahead of time from shapes alone and kept on disk as executables, so a second start compiles nothing
 and traces nothing. The name of a stored program is a hash of everything that decides it.
@@ -29,36 +29,50 @@ from ds4jax.model.cache import KVCache, clear_slot, init_cache
 from ds4jax.model.draw import draw
 from ds4jax.model.mask import RowMask, n_words
 from ds4jax.model.sampling import RowSampling
+from ds4jax.model.snapshot import Snapshots, init_snapshots, restore, save
 from ds4jax.model.spec import FlatModel, ModelSpec, abstract_model
 from ds4jax.model.steps import decode_step, prefill_chunk
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.log import logger
 
 Leaves = Sequence[Any]
-Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens), ("clear", 0) or ("adjust", 0)
+Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens), or one of SLOT_KEYS
+SLOT_KEYS: tuple[Key, ...] = (("clear", 0), ("adjust", 0))
+SNAPSHOT_KEYS: tuple[Key, ...] = (("save", 0), ("restore", 0))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What an engine compiles for: a model, its slots, and the buckets."""
+    """What an engine compiles for: a model, its slots, the buckets, and how many snapshots of slots are kept."""
 
     spec: ModelSpec
     n_slot: int
     n_ctx: int
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
+    n_snapshot: int = 0
+
+    @property
+    def slot_keys(self) -> tuple[Key, ...]:
+        """The programs that set a slot or keep it; no engine can do without them."""
+        return (*SLOT_KEYS, *SNAPSHOT_KEYS) if self.n_snapshot else SLOT_KEYS
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """All programs, the ones needed first first."""
         rows = [("decode", n) for n in self.decode_buckets]
         chunks = [("prefill", n) for n in self.prefill_buckets]
-        return (("clear", 0), ("adjust", 0), *chunks, *rows)
+        return (*self.slot_keys, *chunks, *rows)
 
     def abstract_state(self) -> SlotState:
         """Return what the slots hold as shapes."""
         state: SlotState = jax.eval_shape(partial(init_state, self.spec, self.n_slot, self.n_ctx))
         return state
+
+    def abstract_pool(self) -> Snapshots:
+        """Return the pool of snapshots as shapes."""
+        pool: Snapshots = jax.eval_shape(partial(init_pool, self.spec, self.n_snapshot))
+        return pool
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,11 @@ class SlotState:
 def init_state(spec: ModelSpec, n_slot: int, n_ctx: int) -> SlotState:
     """Return empty slots."""
     return SlotState(init_cache(spec.config, n_slot, n_ctx, spec.kv_quant, spec.dtype), init_adjustments(n_slot, spec.config.n_vocab))
+
+
+def init_pool(spec: ModelSpec, n_snapshot: int) -> Snapshots:
+    """Return a pool of snapshots of empty slots."""
+    return init_snapshots(spec.config, n_snapshot, spec.kv_quant, spec.dtype)
 
 
 def _decode(flat: FlatModel, spec: ModelSpec, tree: Any, leaves: Leaves, state: Leaves, masks: jax.Array, control: jax.Array) -> Any:
@@ -128,6 +147,17 @@ def _adjust(tree: Any, state_leaves: Sequence[Any], slot: jax.Array, one: Sequen
     return tuple(jax.tree.leaves(replace(state, adjustments=set_slot(state.adjustments, SlotAdjustments(*one), slot))))
 
 
+def _save(tree: Any, pool_tree: Any, state_leaves: Leaves, pool_leaves: Leaves, slot: jax.Array, entry: jax.Array) -> Any:
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    return tuple(jax.tree.leaves(save(state.cache, jax.tree.unflatten(pool_tree, pool_leaves), slot, entry)))
+
+
+def _restore(tree: Any, pool_tree: Any, state_leaves: Leaves, target: jax.Array, pool_leaves: Leaves, where: jax.Array) -> Any:
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    cache = restore(state.cache, jax.tree.unflatten(pool_tree, pool_leaves), where[0], where[1], target)
+    return tuple(jax.tree.leaves(replace(state, cache=cache)))
+
+
 def lower(shapes: Shapes, key: Key) -> Any:
     """Trace and lower one program from shapes alone. Arguments and results are flat tuples: a stored program holds no types of ours."""
     leaves, tree = jax.tree.flatten(shapes.abstract_state())
@@ -139,6 +169,12 @@ def lower(shapes: Shapes, key: Key) -> Any:
     if kind == "adjust":
         one = tuple(jax.tree.leaves(jax.eval_shape(partial(init_adjustments, 1, shapes.spec.config.n_vocab))))
         return jax.jit(partial(_adjust, tree), donate_argnums=0).lower(state_leaves, slot, one)
+    if kind in ("save", "restore"):
+        pool, pool_tree = jax.tree.flatten(shapes.abstract_pool())
+        if kind == "save":
+            return jax.jit(partial(_save, tree, pool_tree), donate_argnums=1).lower(state_leaves, tuple(pool), slot, slot)
+        where = jax.ShapeDtypeStruct((2,), jnp.int32)
+        return jax.jit(partial(_restore, tree, pool_tree), donate_argnums=0).lower(state_leaves, slot, tuple(pool), where)
     flat = abstract_model(shapes.spec)
     function: Callable[..., Any] = _decode if kind == "decode" else _prefill
     control = (batch.N_CONTROL, n) if kind == "decode" else (batch.N_CONTROL + n,)
@@ -213,7 +249,7 @@ def needed_first(shapes: Shapes, store: ProgramStore) -> tuple[tuple[Key, ...], 
 
     Padding makes the largest row bucket and one chunk length enough for any traffic; the other buckets only waste less.
     """
-    enough = {("clear", 0), ("adjust", 0), ("prefill", shapes.prefill_buckets[0]), ("decode", shapes.decode_buckets[-1])}
+    enough = {*shapes.slot_keys, ("prefill", shapes.prefill_buckets[0]), ("decode", shapes.decode_buckets[-1])}
     first = tuple(key for key in shapes.keys if key in enough or store.has(shapes, key))
     return first, tuple(key for key in shapes.keys if key not in first)
 

@@ -21,7 +21,7 @@ from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingP
 from ds4jax.serving.engine.buckets import nearest
 from ds4jax.serving.engine.device import UNMASKED, DeviceStepError, MaskRule, Row
 from ds4jax.serving.engine.log import logger
-from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all, init_state, needed_first
+from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all, init_pool, init_state, needed_first
 
 
 class DeviceCache:
@@ -90,6 +90,7 @@ class Runner:
         self.compile_misses = 0
         self._masks = np.zeros((self.n_slots, n_words(self.n_vocab)), np.uint32)
         self._uploaded_masks: jax.Array | None = None
+        self._pool: tuple[jax.Array, ...] = self._new_pool()
         self._cache = self._new_cache()
         self._warm_up()
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -121,6 +122,11 @@ class Runner:
     def n_vocab(self) -> int:
         """Ids below this are tokens."""
         return self.shapes.spec.config.n_vocab
+
+    @property
+    def n_snapshots(self) -> int:
+        """Snapshots of slots that are kept at a time."""
+        return self.shapes.n_snapshot
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
@@ -165,6 +171,21 @@ class Runner:
         words = np.frombuffer(mask, np.uint32)[: self._masks.shape[1]]
         self._masks[slot, : len(words)], self._masks[slot, len(words) :] = words, 0
         self._uploaded_masks = None
+
+    def save(self, slot: int, entry: int) -> None:
+        """Enqueue a snapshot of a slot; see `Device.save`."""
+        program = self._program(("save", 0))
+        leaves = self._cache.take(program.name)
+        self._cache = DeviceCache(leaves)  # it is only read
+        try:
+            self._pool = program.executable(leaves, self._pool, np.int32(slot), np.int32(entry))
+        except Exception as error:
+            self._pool = self._new_pool()
+            raise self._recover(error, leaves) from error
+
+    def restore(self, entry: int, source: int, target: int) -> None:
+        """Enqueue a return to a snapshot; see `Device.restore`."""
+        self._set_slot(("restore", 0), target, self._pool, np.array([entry, source], np.int32))
 
     def _set_slot(self, key: Key, slot: int, *what: Any) -> None:
         program = self._program(key)
@@ -221,7 +242,7 @@ class Runner:
     def failed(self, error: Exception, *, cache_lost: bool) -> DeviceStepError:
         """Turn a device's exception into ours; with the cache lost, start with an empty one."""
         if cache_lost:
-            self._cache = self._new_cache()
+            self._cache, self._pool = self._new_cache(), self._new_pool()
         lines = str(error).strip().splitlines()
         cause = lines[0] if lines else type(error).__name__
         if "RESOURCE_EXHAUSTED" in cause or "out of memory" in cause.lower():
@@ -235,6 +256,10 @@ class Runner:
         self._uploaded_masks = None  # it may have gone with the cache
         return DeviceCache(tuple(jax.tree.leaves(init_state(self.model.spec, self.n_slots, self.n_ctx))))
 
+    def _new_pool(self) -> tuple[jax.Array, ...]:
+        self._pool = ()  # the old arrays go first, as those of the cache do
+        return tuple(jax.tree.leaves(init_pool(self.model.spec, self.n_snapshots))) if self.n_snapshots else ()
+
     def _warm_up(self) -> None:
         """Run every program once with rows that touch no slot (they come from the same constructor as real ones)."""
         outside = self.n_slots
@@ -247,5 +272,8 @@ class Runner:
         self.clear(0)
         self._adjusted.add(0)  # or there would be nothing to take back
         self.adjust(0, None)
+        if self.n_snapshots:
+            self.save(0, 0)
+            self.restore(0, 0, 0)
         if last is not None:
             last.tokens()

@@ -80,7 +80,7 @@ def plan(residents: Sequence[Session], now_us: int, config: EngineConfig, turns:
     if prefilling and (not pending or turns.decode_steps >= config.decode_steps_per_prefill):
         quantum = config.mixed_prefill_quantum if any(s.is_active for s in residents) else config.prefill_quantum
         session = _next_in_turn(prefilling, turns.last_prefill_slot)
-        return Prefill(session, min(session.n_unfed, quantum, max_chunk))
+        return Prefill(session, min(session.n_until_stop, quantum, max_chunk))
     if not pending:
         return Idle()
     if _would_fall_out_of_step(pending, residents):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,6 +53,8 @@ class Session:
         self.counts_as_active = False  # manual sessions: others wait a window for it
         self.pending_since_us = 0
         self.idle_since_us = 0
+        self.stops: list[int] = []  # where prefill pauses for a snapshot, ascending
+        self.builder: tuple[Session, int] | None = None  # who computes the beginning of this prompt, and how much of it
         self.error: Ds4jaxError | None = None  # why a manual session ended
         self.sampling = _GREEDY
         self._constraint = None if request is None else request.constraint
@@ -100,6 +103,27 @@ class Session:
     def n_unfed(self) -> int:
         """Tokens of the prompt that are still to be launched."""
         return self.prompt_end - self.n_fed
+
+    @property
+    def n_until_stop(self) -> int:
+        """Tokens of the prompt up to the next stop, or its end."""
+        return next((stop for stop in self.stops if stop > self.n_fed), self.prompt_end) - self.n_fed
+
+    def stop_before(self, position: int, spacing: int) -> int:
+        """Make sure of a stop not more than `spacing` tokens before a position that is still to come; returns where."""
+        ahead = [stop for stop in self.stops if self.n_fed < stop <= position]
+        if position - max(ahead, default=self.n_fed) < spacing:
+            return max(ahead, default=self.n_fed)
+        bisect.insort(self.stops, position)
+        return position
+
+    @property
+    def awaits_builder(self) -> bool:
+        """Whether somebody is still computing the beginning of the prompt."""
+        if self.builder is None:
+            return False
+        other, position = self.builder
+        return other.state is State.PREFILLING and other.n_fed < position
 
     def next_chunk(self, n_tokens: int) -> list[int]:
         """List the next n_tokens of the prompt."""

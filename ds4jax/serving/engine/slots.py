@@ -1,35 +1,58 @@
-"""Who lives in which slot, and what a free slot still remembers."""
+"""Who lives in which slot, what the slots and the snapshots of them remember, and where a new prompt is put."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ds4jax.serving.engine.session import Session
+from ds4jax.serving.engine.prefix import common_prefix
+from ds4jax.serving.engine.session import Session, State
+from ds4jax.serving.engine.snapshots import Found, SnapshotPool
 
 
 class Choice(NamedTuple):
-    """A free slot for a prompt. n_cached leading tokens are there already; must_clear: empty it before anything is fed."""
+    """A free slot for a prompt. n_cached leading tokens are there already, or come with a snapshot.
+
+    must_clear: empty it before anything else. snapshot: to be restored into the slot, with the compressed rows of the slot `source`
+    (the slot itself: a rewind; another one, free or not: a fork). parts_at: tokens that the prompt has in common with what some slot
+    holds, whether or not they can be used again: others may part from it there, too.
+    """
 
     slot: int
     n_cached: int
     must_clear: bool
+    snapshot: int | None = None
+    source: int | None = None
+    parts_at: int = 0
+
+    @property
+    def reuse(self) -> str | None:
+        """Name what the prompt gains from: a slot continued as it was left ("live"), a "rewind", a "fork", or nothing."""
+        if self.snapshot is None:
+            return "live" if self.n_cached else None
+        return "rewind" if self.source == self.slot else "fork"
 
 
 @dataclass(slots=True)
 class _Slot:
     session: Session | None = None
-    history: tuple[int, ...] = ()  # what may be continued; () also when the contents cannot be trusted
+    history: list[int] = field(default_factory=list)  # what may be continued; [] also when the contents cannot be trusted
     empty: bool = True  # at position 0: nothing to clear
+    prompt_end: int = 0  # what follows in the history was generated
     freed_at: int = 0  # order of releases, for the least recently used
 
 
 class SlotTable:
-    """Map slots to resident sessions and choose slots for new ones."""
+    """Map slots to resident sessions and choose slots for new ones.
 
-    def __init__(self, n_slots: int) -> None:
+    spacing: tokens that are not worth keeping or waiting for: computing them costs the shortest chunk, as computing one does.
+    """
+
+    def __init__(self, n_slots: int, n_snapshots: int = 0, spacing: int = 1) -> None:
+        self.spacing = spacing
         self._slots = [_Slot() for _ in range(n_slots)]
+        self.snapshots = SnapshotPool(n_snapshots)
         self._releases = 0
 
     def __len__(self) -> int:
@@ -39,36 +62,106 @@ class SlotTable:
         """Walk over the sessions that hold a slot, in slot order."""
         return (slot.session for slot in self._slots if slot.session is not None)
 
+    # ------------------------------------------------------------ coming and going
     def choose(self, prompt: Sequence[int]) -> Choice | None:
         """Choose a free slot for a prompt, or None when all are taken.
 
-        A slot whose whole history begins the prompt comes first, the longest of them; then one with nothing to lose; then the
-        one that was left the longest ago. A history that only overlaps is worthless (the cache cannot be rewound), so a shared
-        first token does not draw every new chat to one slot and destroy what it holds. At least one token of the
-        prompt is left to feed: the first logits come from it.
+        What saves most of the prompt is taken: a free slot whose whole history begins the prompt, or a snapshot of any slot's
+        beginning. Without either, one with nothing to lose, then the one that was left the longest ago. At least one token of
+        the prompt is left to feed: the first logits come from it.
         """
-        free = [(slot, index, _n_reusable(slot.history, prompt)) for index, slot in enumerate(self._slots) if slot.session is None]
+        free = [index for index, slot in enumerate(self._slots) if slot.session is None]
         if not free:
             return None
-        slot, index, n_cached = min(free, key=lambda f: (-f[2], bool(f[0].history), f[0].freed_at, f[1]))
-        return Choice(index, n_cached, must_clear=n_cached == 0 and not slot.empty)
+        shared = [self._n_shared(slot, prompt) for slot in self._slots]
+        whole = [index for index in free if self._slots[index].history and shared[index] == len(self._slots[index].history)]
+        live = min(whole, key=lambda index: (-shared[index], self._slots[index].freed_at), default=None)
+        found = self.snapshots.find(shared)
+        if live is not None and (found is None or found.position <= shared[live]):
+            choice = Choice(live, shared[live], must_clear=False)
+        elif found is not None:
+            choice = self._return_to(found, free)
+        else:
+            index = min(free, key=self._what_is_lost)
+            choice = Choice(index, 0, must_clear=not self._slots[index].empty)
+        return choice._replace(parts_at=max(shared))
+
+    def _return_to(self, found: Found, free: Sequence[int]) -> Choice:
+        """Choose where a snapshot is restored: where nothing but a generated text is lost, else as for a new prompt.
+
+        A conversation that goes on, or asks again, so stays in its slot; one that only begins like another leaves that one alone.
+        """
+
+        def loses_a_prompt(index: int) -> bool:
+            return index not in found.homes or self._slots[index].prompt_end - found.position > self.spacing
+
+        target = min(free, key=lambda index: (loses_a_prompt(index), *self._what_is_lost(index)))
+        slot = self._slots[target]
+        source = target if target in found.homes else min(found.homes)
+        is_damaged = not slot.history and not slot.empty  # what lies behind the restored rows must at least be finite
+        return Choice(target, found.position, is_damaged, found.entry, source)
+
+    def _what_is_lost(self, index: int) -> tuple[bool, int, int]:
+        slot = self._slots[index]
+        return bool(slot.history), slot.freed_at, index
 
     def take(self, choice: Choice, session: Session) -> None:
         """Give a chosen slot to a session."""
         self._slots[choice.slot].session = session
+        if choice.snapshot is not None:
+            assert choice.source is not None
+            self.snapshots.touch(choice.snapshot)
+            if choice.source != choice.slot:
+                self.snapshots.fork(choice.source, choice.slot, choice.n_cached)
+        self.snapshots.cut(choice.slot, choice.n_cached)
 
     def release(self, index: int, history: Sequence[int] | None) -> None:
         """Take a slot back. history: the tokens that were fed to it; None when its contents cannot be trusted."""
+        session = self._slots[index].session
+        assert session is not None
+        if history is None:
+            self.snapshots.distrust(index, session.n_cached)
+            self.snapshots.cut(index, 0)
+        prompt_end = len(history or ()) if session.is_manual else session.prompt_end
         self._releases += 1
-        self._slots[index] = _Slot(None, tuple(history or ()), empty=history is not None and not history, freed_at=self._releases)
+        empty = history is not None and not history
+        self._slots[index] = _Slot(None, list(history or ()), empty, prompt_end, freed_at=self._releases)
 
     def forget(self) -> None:
-        """Drop the histories of all free slots, because the cache behind them is lost."""
+        """Drop the histories of all free slots and all snapshots, because the cache behind them is lost."""
+        self.snapshots.forget()
         for slot in self._slots:
-            slot.history, slot.empty = (), False
+            slot.history, slot.empty = [], False
 
+    # ------------------------------------------------------------ sharing
+    def keep(self, session: Session) -> int | None:
+        """Find a place for a snapshot of a session as it is now; None if there is one of the same tokens already."""
+        assert session.slot is not None
 
-def _n_reusable(history: tuple[int, ...], prompt: Sequence[int]) -> int:
-    """Count the tokens of the prompt that a slot holds: all of its history, or nothing."""
-    n = len(history)
-    return n if n < len(prompt) and tuple(prompt[:n]) == history else 0
+        def is_same(home: int) -> bool:
+            return self._n_shared(self._slots[home], session.tokens[: session.n_fed + 1]) == session.n_fed
+
+        return self.snapshots.add(session.slot, session.n_fed, is_same)
+
+    def builder_of(self, prompt: Sequence[int], n_cached: int) -> tuple[Session, int] | None:
+        """Find a session that is computing more of a prompt than n_cached tokens, and up to where it will take a snapshot of it.
+
+        It is asked for one where the two prompts part.
+        """
+        best: tuple[Session, int] | None = None
+        for session in self.residents():
+            if session.state is State.PREFILLING and not session.is_manual:
+                n = common_prefix(prompt, session.tokens, min(len(prompt), session.prompt_end) - 1)
+                if n - max(n_cached, session.n_fed) >= self.spacing:
+                    stop = session.stop_before(n, self.spacing)
+                    if stop - n_cached >= self.spacing and (best is None or stop > best[1]):
+                        best = session, stop
+        return best
+
+    @staticmethod
+    def _n_shared(slot: _Slot, prompt: Sequence[int]) -> int:
+        """Count the tokens of a prompt with which a slot's contents begin, all but the last at most."""
+        most = len(prompt) - 1
+        if slot.session is None:
+            return common_prefix(prompt, slot.history, most)
+        return common_prefix(prompt, slot.session.tokens, min(most, slot.session.n_fed)) if slot.session.intact else 0
