@@ -325,7 +325,7 @@ async def test_messages_of_every_form(make_app: MakeApp, make_engine: MakeEngine
         ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
         ({"thinking": {"type": "maybe"}}, "thinking"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
     ],

@@ -94,7 +94,7 @@ async def test_broken_json_names_the_place(make_app: MakeApp, data: bytes, says:
         (CHAT, {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls"),
         (CHAT, {"functions": [F]}, "functions"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
         (CHAT, {"logit_bias": {"5": 101}}, "logit_bias"),
         (CHAT, {"logit_bias": {"five": 1}}, "logit_bias"),
         (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias"),

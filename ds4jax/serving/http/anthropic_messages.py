@@ -13,6 +13,7 @@ from ds4jax.serving.http.anthropic_turns import Content, Turn, read_turns
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.conversation import ConversationBody, Prompt, Served
 from ds4jax.serving.http.params import checked_stops
+from ds4jax.serving.http.structured import read_grammar
 from ds4jax.serving.http.thinking import Effort, resolve
 from ds4jax.serving.http.tool_use import ToolUse
 from ds4jax.serving.http.unsupported import reject_unsupported
@@ -22,7 +23,7 @@ class OutputConfig(msgspec.Struct):
     """`output_config` of a request."""
 
     effort: str | None = None
-    format: Any = None
+    format: dict[str, Any] | None = None
 
 
 class MessagesBody(ConversationBody, kw_only=True):
@@ -32,6 +33,7 @@ class MessagesBody(ConversationBody, kw_only=True):
     system: Content = None
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
     tools: list[ToolEntry] | None = None
     tool_choice: ToolChoice | None = None
     mcp_servers: list[Any] | None = None
@@ -43,11 +45,14 @@ def read(data: bytes, served: Served) -> Call:
     body = _decode(data)
     use = tool_use(body.tools or [], body.tool_choice)
     prompt = _render(body, served, use)
+    request = conversation.request_of(
+        prompt, body, served, limit=("max_tokens", body.max_tokens), param="messages", tool_use=use, form=_form(body)
+    )
     return Call(
         endpoint="messages",
         id=new_id("msg", "_"),
         model=body.model or served.config.model_id,
-        requests=(conversation.request_of(prompt, body, served, limit=("max_tokens", body.max_tokens), param="messages"),),
+        requests=(request,),
         opens_reasoning=prompt.opens_reasoning,
         stop_strings=checked_stops("stop_sequences", body.stop_sequences or []),
         stream=bool(body.stream),
@@ -68,9 +73,15 @@ def _decode(data: bytes) -> MessagesBody:
     for name, value in (("mcp_servers", body.mcp_servers), ("container", body.container)):
         if value:
             raise RequestError(f"{name}: not supported; leave it out, and run tools on the client's side", name)
-    if body.output_config is not None and body.output_config.format is not None:
-        raise RequestError("output_config.format: not supported yet; leave it out", "output_config.format")
+    read_grammar(body, _form(body))  # whoever only counts tokens is told of mistakes too
     return body
+
+
+def _form(body: MessagesBody) -> tuple[str, dict[str, Any] | None]:
+    """What the answer must look like, and the field that says so; `output_format` is its older place."""
+    if body.output_config is not None and body.output_config.format is not None:
+        return "output_config.format", body.output_config.format
+    return "output_format", body.output_format
 
 
 def _render(body: MessagesBody, served: Served, use: ToolUse | None) -> Prompt:

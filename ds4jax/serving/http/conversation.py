@@ -13,10 +13,12 @@ from ds4jax.serving.engine.api import GenerateRequest
 from ds4jax.serving.http import thinking
 from ds4jax.serving.http.params import CommonBody, Number, completion_limit
 from ds4jax.serving.http.prompts import encode_chat
+from ds4jax.serving.http.structured import Format, constrain, read_grammar
 from ds4jax.serving.http.tool_use import ToolUse
 from ds4jax.text import chat
 from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.effort import Thinking
+from ds4jax.text.grammar import GrammarCompiler
 from ds4jax.text.template import ChatTemplate
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -35,14 +37,15 @@ class ConversationBody(CommonBody, kw_only=True):
 class Served:
     """What a reader of bodies has to know of the server.
 
-    n_ctx: the longest prompt it may make, in tokens; slot_ctx: tokens that a slot holds; memory: what the model wrote when it called tools;
-    template: makes prompts in our stead.
+    n_ctx: the longest prompt it may make, in tokens; slot_ctx: tokens that a slot holds; grammars: compiles what answers must look like;
+    memory: what the model wrote when it called tools; template: makes prompts in our stead.
     """
 
     tokenizer: Tokenizer
     n_ctx: int
     slot_ctx: int
     config: ServerConfig
+    grammars: GrammarCompiler
     memory: ReplayMemory = field(default_factory=ReplayMemory)
     template: ChatTemplate | None = None
 
@@ -75,12 +78,26 @@ def render(messages: Sequence[chat.Message], served: Served, *, thinks: Thinking
     return Prompt(encode_chat(segments, served.tokenizer, served.n_ctx, param), bool(thinks), chat.opens_reasoning(segments))
 
 
-def request_of(prompt: Prompt, body: CommonBody, served: Served, *, limit: tuple[str, Number | None], param: str) -> GenerateRequest:
+def request_of(
+    prompt: Prompt,
+    body: CommonBody,
+    served: Served,
+    *,
+    limit: tuple[str, Number | None],
+    param: str,
+    tool_use: ToolUse | None = None,
+    form: tuple[str, Format | None] = ("", None),
+) -> GenerateRequest:
     """Ask for the answer to a prompt.
 
-    limit: the field that bounds the answer, and its value. Raises RequestError naming a field at fault, ContextLengthError.
+    limit: the field that bounds the answer, and its value. form: the field in which this very API has what an answer must look like,
+    and its value. Raises RequestError naming a field at fault, ContextLengthError.
     """
     tokenizer = served.tokenizer
+    grammar = read_grammar(body, form)
+    if tool_use is not None and tool_use.is_forced:
+        grammar = None  # the reply has no answer: it is a call
+    after = tokenizer.end_think_id if prompt.opens_reasoning else None
     # Without thinking the think tags end a reply too: it must not contain them.
     tags = () if prompt.thinks else (tokenizer.think_id, tokenizer.end_think_id)
     name, asked = limit
@@ -93,4 +110,5 @@ def request_of(prompt: Prompt, body: CommonBody, served: Served, *, limit: tuple
         sampling=body.sampling(),
         stop_token_ids=body.stop_tokens(tokenizer, tokenizer.eos_id, *tags),
         adjustments=body.adjustments(tokenizer, max_tokens),
+        constraint=constrain(grammar, served.grammars, after=after, or_calls=tool_use is not None),
     )

@@ -22,6 +22,7 @@ from ds4jax.serving.http.generation import Generation
 from ds4jax.serving.http.trace import TraceFile
 from ds4jax.serving.metrics import Metrics
 from ds4jax.text.dsml import ReplayMemory
+from ds4jax.text.grammar import GrammarCompiler
 from ds4jax.text.template import ChatTemplate
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -37,6 +38,7 @@ class Edge:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.metrics = Metrics(engine, config.model_id)
         self.memory = ReplayMemory(config.tool_memory_max_ids)
+        self._grammars = GrammarCompiler(tokenizer)
         source = config.chat_template
         self._template = None if source is None else ChatTemplate(source, tokenizer.special_literals)
         self._trace = TraceFile(config.trace, tokenizer) if config.trace is not None else None
@@ -47,7 +49,7 @@ class Edge:
     @property
     def served(self) -> Served:
         """What a reader of bodies has to know."""
-        return Served(self.tokenizer, self.engine.n_ctx, self.engine.n_ctx, self.config, self.memory, self._template)
+        return Served(self.tokenizer, self.engine.n_ctx, self.engine.n_ctx, self.config, self._grammars, self.memory, self._template)
 
     @property
     def served_models(self) -> tuple[str, ...]:

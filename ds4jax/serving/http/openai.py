@@ -15,6 +15,7 @@ SUPPORTED_PARAMETERS = (
     "tools", "tool_choice", "parallel_tool_calls",
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "stream", "reasoning_effort",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "n",
+    "response_format", "structured_outputs",
 )  # fmt: skip
 
 
@@ -26,7 +27,7 @@ def blueprint(edge: Edge) -> Blueprint:
         return openai_chat.read(data, edge.served)
 
     def read_completion(data: bytes) -> Call:
-        return openai_completions.read(data, edge.tokenizer, edge.engine.n_ctx, edge.config)
+        return openai_completions.read(data, edge.served)
 
     @routes.post("/v1/chat/completions")
     async def chat_completions() -> Response:

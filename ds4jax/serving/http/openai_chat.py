@@ -65,7 +65,7 @@ def read(data: bytes, served: Served) -> Call:
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     prompt = conversation.render(messages, served, thinks=resolve(body, body.model), param="messages", tool_use=use)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    request = conversation.request_of(prompt, body, served, limit=(limit_name, getattr(body, limit_name)), param="messages")
+    request = conversation.request_of(prompt, body, served, limit=(limit_name, getattr(body, limit_name)), param="messages", tool_use=use)
     n = choice_count(body.n)
     return Call(
         endpoint="chat",

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ds4jax.config import ServerConfig
 from ds4jax.errors import RequestError
 from ds4jax.serving.engine.api import GenerateRequest
 from ds4jax.serving.http import openai_common as common
 from ds4jax.serving.http import strict_json
 from ds4jax.serving.http.call import Call, new_id
+from ds4jax.serving.http.conversation import Served
 from ds4jax.serving.http.generation import Generation, Piece
 from ds4jax.serving.http.logprobs import completion_logprobs
 from ds4jax.serving.http.params import CommonBody, Number, choice_count, choice_requests, completion_limit, top_logprobs
 from ds4jax.serving.http.prompts import check_ids, encode_text
+from ds4jax.serving.http.structured import constrain, read_grammar
 from ds4jax.serving.http.unsupported import reject_unsupported
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ class CompletionCall(Call):
     echoes: tuple[str, ...] = ()
 
 
-def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) -> CompletionCall:
+def read(data: bytes, served: Served) -> CompletionCall:
     """Read a body into a call. Raises RequestError or ContextLengthError naming the field at fault."""
     body = strict_json.decode(data, CompletionBody)
     reject_unsupported(body, honoured=("n", "best_of", "logprobs", "echo"))
@@ -46,14 +47,16 @@ def read(data: bytes, tokenizer: Tokenizer, n_ctx: int, config: ServerConfig) ->
     n = choice_count(body.n)
     if body.best_of is not None and body.best_of != n:
         raise RequestError(f"best_of: got {body.best_of}, expected n ({n}), for all completions are sent; leave it out", "best_of")
+    tokenizer, n_ctx, config = served.tokenizer, served.n_ctx, served.config
     sampling, stop_token_ids = body.sampling(), body.stop_tokens(tokenizer, tokenizer.eos_id)
+    constraint = constrain(read_grammar(body), served.grammars)
     requests: list[GenerateRequest] = []
     echoes: list[str] = []
     for text, ids in _prompts(body.prompt, tokenizer, n_ctx):
         max_tokens = completion_limit(
             "max_tokens", body.max_tokens, n_prompt=len(ids), n_ctx=n_ctx, default=config.default_max_tokens, param="prompt"
         )
-        request = GenerateRequest(ids, max_tokens, sampling, stop_token_ids, body.adjustments(tokenizer, max_tokens))
+        request = GenerateRequest(ids, max_tokens, sampling, stop_token_ids, body.adjustments(tokenizer, max_tokens), constraint)
         requests += choice_requests(request, n, n_logprobs)
         echoes += [text if body.echo else ""] * n
     return CompletionCall(

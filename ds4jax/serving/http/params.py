@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -55,6 +55,14 @@ class CommonBody(UnsupportedFields):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:

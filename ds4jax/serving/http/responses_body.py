@@ -98,7 +98,16 @@ def read(data: bytes, served: Served, store: ResponseStore, hidden: HiddenThough
     instructions = [Message("system", body.instructions)] if body.instructions else []
     prompt = conversation.render([*instructions, *messages], served, thinks=thinks, param="input", tool_use=tools.use)
     limit_name = "max_tokens" if body.max_output_tokens is None else "max_output_tokens"
-    request = conversation.request_of(prompt, body, served, limit=(limit_name, getattr(body, limit_name)), param="input")
+    form = body.text.format if body.text else None
+    request = conversation.request_of(
+        prompt,
+        body,
+        served,
+        limit=(limit_name, getattr(body, limit_name)),
+        param="input",
+        tool_use=tools.use,
+        form=("text.format", form),
+    )
     is_kept = body.store is not False
     return ResponseCall(
         endpoint="responses",
@@ -120,7 +129,7 @@ def read(data: bytes, served: Served, store: ResponseStore, hidden: HiddenThough
             "reasoning": {"effort": reasoning.effort, "summary": summary},
             "store": is_kept,
             "temperature": request.sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": form or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": [orjson.Fragment(bytes(tool)) for tool in msgspec.json.decode(data, type=EchoedTools).tools or []],
             "top_p": request.sampling.top_p,
@@ -143,12 +152,10 @@ def _summary(reasoning: Reasoning) -> str | None:
 
 def _reject_more(body: ResponsesBody) -> None:
     """Refuse fields of this API alone that would change the answer, or where it can be found."""
-    text_format = body.text.format if body.text else None
     for name, asked, instead in (
         ("conversation", body.conversation is not None, "send the conversation as `input`, or name its last response"),
         ("background", bool(body.background), "leave it out, and stream"),
         ("prompt", body.prompt is not None, "send the text itself as `input`"),
-        ("text.format", text_format is not None and text_format.get("type") != "text", "leave it out, and ask for the format in words"),
         ("include", "message.output_text.logprobs" in (body.include or []), "leave out message.output_text.logprobs"),
     ):
         if asked:

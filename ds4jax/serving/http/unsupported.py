@@ -16,7 +16,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (False,),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
@@ -27,13 +26,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    "grammar": ("",),
-    "json_schema": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
 }
 
 if TYPE_CHECKING:
