@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from ds4jax import __version__
-from ds4jax.cli import bench, chat, download, evaluate, generate, inspect, precompile, serve, synth
+from ds4jax.cli import bench, cache, chat, download, evaluate, generate, inspect, precompile, serve, synth
 from ds4jax.cli.console import fail
 from ds4jax.errors import ConfigError, Ds4jaxError
 
@@ -38,6 +38,7 @@ app.command()(synth.synth)
 app.command()(download.download)
 app.command("eval")(evaluate.evaluate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 
 
 def _print_version(wanted: bool) -> None:
