@@ -219,3 +219,27 @@ def test_prose_and_owners_are_left_out_and_form_is_kept() -> None:
             }
         ],
     }
+
+
+async def test_codex_goes_on_where_a_reply_was_cut(make_app: MakeApp, make_engine: MakeEngine) -> None:
+    """It sends what it got of a reply as it is: incomplete text, and a call without an end, with what it made of that."""
+    engine = make_engine()
+    call = {"type": "function_call", "status": "incomplete", "call_id": "call_1", "name": "exec_command", "arguments": '{"cmd":"ls'}
+    items = [
+        {"role": "user", "content": "Look."},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "hm"}],
+            "content": None,
+            "encrypted_content": None,
+        },
+        {"type": "message", "status": "incomplete", "role": "assistant", "content": [{"type": "output_text", "text": "I lo"}]},
+        call,
+        {"type": "function_call_output", "call_id": "call_1", "output": "failed to parse function arguments"},
+        {"role": "user", "content": "Go on."},
+    ]
+    response = await make_app(engine).test_client().post("/v1/responses", json={"input": items})
+    assert response.status_code == 200, await response.get_data(as_text=True)
+    prompt = bytes(token for token in engine.requests[1].prompt if token < 256).decode()
+    assert "hmI lo" in prompt and '{"cmd":"ls' in prompt and prompt.endswith("Go on.")

@@ -181,7 +181,7 @@ def test_what_breaks_after_a_call_began_is_an_error(text: str, whole_calls: int)
 
 def test_half_a_block_of_a_cut_reply_is_dropped() -> None:
     text = f"Look:\n\n{block(WEATHER)}"
-    for end in range(len("Look:\n\n<｜DSML｜tool_calls>"), len(text) - len("</｜DSML｜invoke>\n</｜DSML｜tool_calls>")):
+    for end in range(len("Look:\n\n<｜DSML｜"), len(text) - len("</｜DSML｜invoke>\n</｜DSML｜tool_calls>")):
         assert read(text[:end], whole=False)[:3] == ("", "Look:", [])
 
 

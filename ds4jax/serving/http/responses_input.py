@@ -39,11 +39,10 @@ Content = str | list[str | Part] | None
 
 
 class Item(msgspec.Struct):
-    """One item of the input, of any type."""
+    """One item of the input, of any type. Its status is not asked: agents go on where a reply was cut, or a stream broke."""
 
     type: str = "message"
     role: str = "user"
-    status: str | None = None
     content: Content = None
     summary: Content = None
     id: str | None = None
@@ -91,8 +90,6 @@ class _Reader:
 
     def take(self, place: str, item: Item) -> None:
         """Read one item."""
-        if item.status not in (None, "completed"):
-            raise RequestError(f"{place}.status: got {item.status!r}; send only items that are completed", f"{place}.status")
         if item.type == "message":
             self._message(place, item)
         elif item.type == "reasoning":

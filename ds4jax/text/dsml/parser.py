@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ds4jax.text.dsml.block import BlockParser
 from ds4jax.text.dsml.calls import CallEvent
 from ds4jax.text.dsml.markup import BLOCK, BLOCK_BEGUN, SPELLINGS
+from ds4jax.text.special import DSML
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ class DsmlParser:
                 return events
             events += self.feed(rest)
         if self._block is None and self._held:
-            events.append(self._held)
+            if whole or DSML not in self._held:  # nothing but a tag has this token: a reply that is cut there was about to call
+                events.append(self._held)
             self._held = ""
         return events
 
