@@ -47,7 +47,8 @@ def plan(file: Path, config: EngineConfig) -> str:
     from ds4jax.serving.engine.memory import plan_memory
 
     spec = read_spec(file, Numerics())
-    planned = plan_memory(spec, config.slots, config.ctx, engine_shapes(spec, config).prefill_buckets[-1])
+    shapes = engine_shapes(spec, config)
+    planned = plan_memory(spec, config.slots, config.ctx, shapes.prefill_buckets[-1], n_snapshot=shapes.n_snapshot)
     return describe_plan(planned) + (": fits" if planned.fits else f": does not fit; {planned.most_slots} slots would")
 
 

@@ -115,5 +115,5 @@ def describe_plan(plan: MemoryPlan) -> str:
     of_device = "" if plan.available_bytes is None else f" of {human_bytes(plan.available_bytes)} free"
     return (
         f"memory: {human_bytes(plan.total_bytes)}{of_device} (weights {human_bytes(plan.weight_bytes)}, "
-        f"{slots} {human_bytes(plan.cache_bytes)}, scratch {human_bytes(plan.scratch_bytes)})"
+        f"{slots} {human_bytes(plan.cache_bytes)}, snapshots {human_bytes(plan.snapshot_bytes)}, scratch {human_bytes(plan.scratch_bytes)})"
     )

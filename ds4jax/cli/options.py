@@ -162,7 +162,14 @@ def choose_backend(backend: str | None, cpu: bool, cuda: bool, gpu: str | None) 
 
 
 def engine_config(
-    env: Mapping[str, str], warn: Warn, *, slots: int, ctx: int, queue_limit: int | None, prefill_chunk: int | None
+    env: Mapping[str, str],
+    warn: Warn,
+    *,
+    slots: int,
+    ctx: int,
+    queue_limit: int | None,
+    prefill_chunk: int | None,
+    snapshots: int | None = None,
 ) -> EngineConfig:
     """Build the engine's configuration from options and DS4_SERVER_* variables.
 
@@ -176,6 +183,7 @@ def engine_config(
         prefill_quantum=prefill_chunk or read_number(env, "DS4_SERVER_PREFILL_QUANTUM", EngineConfig.prefill_quantum, 1, None, warn),
         mixed_prefill_quantum=read_number(env, "DS4_SERVER_MIXED_PREFILL_QUANTUM", EngineConfig.mixed_prefill_quantum, 1, None, warn),
         queue_limit=queue_limit,
+        snapshots=snapshots,
         batch_log=read_switch(env, "DS4_SERVER_BATCH_LOG", warn),
     )
 

@@ -30,6 +30,7 @@ def serve(
         ServerConfig.default_max_tokens
     ),
     queue_limit: Annotated[int | None, typer.Option(min=0, help="Requests that may wait for a slot. Default: 4 a slot.")] = None,
+    snapshots: Annotated[int | None, typer.Option(min=0, help="States kept to return to. Default: 4 a slot.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(min=1, help="Prompt tokens a step takes while nobody decodes.")] = None,
     prompt_style: Annotated[str, typer.Option(help="deepseek or ds4: where consecutive user turns are joined.")] = (
         ServerConfig.prompt_style
@@ -71,7 +72,7 @@ def serve(
     choice = choose_model(model, model_path, served_model_name or [])
     address, port_number = parse_address(listen, host, port)
     engine_settings = engine_config(
-        os.environ, console.warn, slots=batched_session, ctx=ctx, queue_limit=queue_limit, prefill_chunk=prefill_chunk
+        os.environ, console.warn, slots=batched_session, ctx=ctx, queue_limit=queue_limit, snapshots=snapshots, prefill_chunk=prefill_chunk
     )
     server_settings = ServerConfig(
         host=address, port=port_number, model_id=choice.model_id, aliases=choice.aliases, strict_model=strict_model,

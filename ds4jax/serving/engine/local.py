@@ -66,7 +66,7 @@ class Engine(loop.Engine):
     ) -> None:
         config = config or EngineConfig(slots=slots, ctx=ctx, coalesce_us=coalesce_us)
         shapes = engine_shapes(model.spec, config)
-        plan = plan_memory(model.spec, shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1])
+        plan = plan_memory(model.spec, shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1], n_snapshot=shapes.n_snapshot)
         if on_plan:
             on_plan(plan)
         require_fit(plan, model.spec)

@@ -1,9 +1,9 @@
-"""Plan device memory before anything is allocated: weights, cache a slot and in all, scratch; and what would fit instead."""
+"""Plan device memory before anything is allocated: weights, cache a slot and in all, snapshots, scratch; and what would fit instead."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 
 from ds4jax.errors import MemoryPlanError
 from ds4jax.model.spec import ModelSpec, abstract_model
-from ds4jax.serving.engine.programs import init_state
+from ds4jax.serving.engine.programs import init_pool, init_state
 
 HEADROOM = 0.04  # of the device, left to the allocator and the runtime
 
@@ -26,6 +26,7 @@ class MemoryPlan:
     slot_bytes: int
     scratch_bytes: int
     available_bytes: int | None
+    snapshot_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -35,7 +36,12 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Of everything."""
-        return self.weight_bytes + self.cache_bytes + self.scratch_bytes
+        return self.cache_bytes + self._other_bytes
+
+    @property
+    def _other_bytes(self) -> int:
+        """Of everything but slots."""
+        return self.weight_bytes + self.snapshot_bytes + self.scratch_bytes
 
     @property
     def fits(self) -> bool:
@@ -47,20 +53,29 @@ class MemoryPlan:
         """Slots of this context that would fit."""
         if self.available_bytes is None:
             return self.n_slot
-        return max(0, int((self.available_bytes * (1 - HEADROOM) - self.weight_bytes - self.scratch_bytes) // self.slot_bytes))
+        return max(0, int((self.available_bytes * (1 - HEADROOM) - self._other_bytes) // self.slot_bytes))
+
+    def fits_at(self, slot_bytes: int) -> bool:
+        """Whether the device holds it with slots of another size."""
+        return replace(self, slot_bytes=slot_bytes).fits
 
 
-def plan_memory(spec: ModelSpec, n_slot: int, n_ctx: int, prefill_tokens: int = 2048, available_bytes: int | None = None) -> MemoryPlan:
+def plan_memory(
+    spec: ModelSpec, n_slot: int, n_ctx: int, prefill_tokens: int = 2048, available_bytes: int | None = None, n_snapshot: int = 0
+) -> MemoryPlan:
     """Plan from shapes alone.
 
     Args:
         prefill_tokens: the longest prefill chunk, which decides the scratch.
         available_bytes: of the device; None asks it (free memory plus what this process does not hold yet).
+        n_snapshot: snapshots of slots that are kept.
     """
     weights = _nbytes(abstract_model(spec).leaves)
     slot = slot_nbytes(spec, n_ctx)
     available = available_bytes if available_bytes is not None else device_bytes()
-    return MemoryPlan(n_slot, n_ctx, weights, slot, _scratch_nbytes(spec, max(min(prefill_tokens, n_ctx), n_slot)), available)
+    scratch = _scratch_nbytes(spec, max(min(prefill_tokens, n_ctx), n_slot))
+    snapshots = _nbytes(jax.tree.leaves(jax.eval_shape(partial(init_pool, spec, n_snapshot)))) if n_snapshot else 0
+    return MemoryPlan(n_slot, n_ctx, weights, slot, scratch, available, snapshots)
 
 
 def require_fit(plan: MemoryPlan, spec: ModelSpec) -> None:
@@ -72,15 +87,13 @@ def require_fit(plan: MemoryPlan, spec: ModelSpec) -> None:
     if plan.most_slots:
         advice = f"--batched-session {plan.most_slots} would fit at this context"
     n_ctx = plan.n_ctx
-    while n_ctx > 256 and plan.weight_bytes + plan.scratch_bytes + plan.n_slot * slot_nbytes(spec, n_ctx) > plan.available_bytes * (
-        1 - HEADROOM
-    ):
+    while n_ctx > 256 and not plan.fits_at(slot_nbytes(spec, n_ctx)):
         n_ctx //= 2
     if n_ctx < plan.n_ctx and n_ctx > 256:
         advice += f", or --ctx {n_ctx} with these slots"
     raise MemoryPlanError(
         f"{plan.n_slot} slots of {plan.n_ctx} tokens need {plan.total_bytes / gib:.2f} GiB (weights {plan.weight_bytes / gib:.2f}, cache "
-        f"{plan.cache_bytes / gib:.2f}, scratch {plan.scratch_bytes / gib:.2f}), "
+        f"{plan.cache_bytes / gib:.2f}, snapshots {plan.snapshot_bytes / gib:.2f}, scratch {plan.scratch_bytes / gib:.2f}), "
         f"the device has {plan.available_bytes / gib:.2f} GiB: {advice}."
     )
 

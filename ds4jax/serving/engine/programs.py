@@ -273,6 +273,8 @@ def _scratch(executable: Any) -> int:
 def fingerprint(shapes: Shapes, key: Key) -> str:
     """Hash everything that decides a program: model, engine, bucket, versions, device, compiler flags and our own source."""
     device = jax.devices()[0]
+    if key not in SNAPSHOT_KEYS:  # to the others, the pool is nothing
+        shapes = replace(shapes, n_snapshot=0)
     what = {
         "shapes": asdict(shapes),
         "key": key,

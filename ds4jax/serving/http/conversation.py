@@ -12,7 +12,7 @@ from ds4jax.config import ServerConfig
 from ds4jax.serving.engine.api import GenerateRequest
 from ds4jax.serving.http import thinking
 from ds4jax.serving.http.params import CommonBody, Number, completion_limit
-from ds4jax.serving.http.prompts import encode_chat
+from ds4jax.serving.http.prompts import encode_chat, shared_beginnings
 from ds4jax.serving.http.structured import Format, constrain, read_grammar
 from ds4jax.serving.http.tool_use import ToolUse
 from ds4jax.text import chat
@@ -106,6 +106,7 @@ def request_of(
     )
     return GenerateRequest(
         prompt=prompt.ids,
+        marks=shared_beginnings(prompt.ids, tokenizer),
         max_tokens=max_tokens,
         sampling=body.sampling(),
         stop_token_ids=body.stop_tokens(tokenizer, tokenizer.eos_id, *tags),

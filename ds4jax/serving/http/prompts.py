@@ -15,6 +15,12 @@ def encode_chat(segments: Sequence[Segment], tokenizer: Tokenizer, n_ctx: int, p
     return tuple(to_ids(segments, tokenizer))
 
 
+def shared_beginnings(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tell how many leading tokens of a conversation others are likely to share: those before its first user turn, system and tools."""
+    user_id = tokenizer.user_id
+    return (ids.index(user_id),) if user_id in ids else ()
+
+
 def encode_text(text: str, tokenizer: Tokenizer, n_ctx: int, param: str) -> tuple[int, ...]:
     """Encode raw text, which starts a document and so gets a BOS. Raises ContextLengthError as `encode_chat` does."""
     _check_length(len(text), tokenizer, n_ctx, param)

@@ -85,6 +85,8 @@ def _info(edge: Edge) -> dict[str, Any]:
             "generated_tokens": stats.generated_tokens,
             "prefill_tokens": stats.prefill_tokens,
             "cached_tokens": stats.cached_tokens,
+            "prefix_reuses": stats.reuses,
+            "snapshots_taken": stats.snapshots,
             "failed_steps": stats.failed_steps,
             "compile_misses": stats.compile_misses,
         },

@@ -25,6 +25,7 @@ class EngineCollector(Collector):
         padding = {bucket: bucket * n - stats.rows.get(bucket, 0) for bucket, n in stats.steps.items()}
         yield _by_bucket("ds4jax_decode_steps", "Decode launches.", stats.steps)
         yield _by_bucket("ds4jax_decode_rows", "Live rows of decode launches.", stats.rows)
+        yield _reuses(stats)
         yield _by_bucket("ds4jax_decode_padding_rows", "Rows of decode launches that nobody used.", padding)
 
 
@@ -38,7 +39,8 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("ds4jax_prompt_tokens", "Tokens of the prompts that got a slot.", stats.prompt_tokens)
-    yield CounterMetricFamily("ds4jax_cached_tokens", "Prompt tokens found in a slot.", stats.cached_tokens)
+    yield CounterMetricFamily("ds4jax_cached_tokens", "Prompt tokens found in the cache.", stats.cached_tokens)
+    yield CounterMetricFamily("ds4jax_snapshots", "Snapshots taken of slots.", stats.snapshots)
     yield CounterMetricFamily("ds4jax_prefill_chunks", "Prefill launches.", stats.prefill_chunks)
     yield CounterMetricFamily("ds4jax_prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)
     yield CounterMetricFamily("ds4jax_prefill_padding_tokens", "Tokens of prefill launches that nobody used.", stats.prefill_padding)
@@ -47,6 +49,14 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("ds4jax_compile_misses", "Programs compiled after warm-up; should stay 0.", stats.compile_misses)
     yield CounterMetricFamily("ds4jax_coalesce_windows", "Coalescing windows that were waited for.", stats.coalesce_windows)
     yield CounterMetricFamily("ds4jax_coalesce_wait_seconds", "Time spent in coalescing windows.", stats.coalesce_wait_us / 1e6)
+
+
+def _reuses(stats: EngineStats) -> Metric:
+    """Tell what prompts gained from; every kind is there from the start, so that rates need no first one."""
+    family = CounterMetricFamily("ds4jax_prefix_reuses", "Requests that found the beginning of their prompt, by how.", labels=("kind",))
+    for kind in ("live", "rewind", "fork"):
+        family.add_metric((kind,), stats.reuses.get(kind, 0))
+    return family
 
 
 def _batch_sizes(stats: EngineStats) -> Metric:
