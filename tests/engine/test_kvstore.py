@@ -69,6 +69,24 @@ def test_what_is_saved_in_pieces_is_loaded_bit_for_bit(tokens, text, replay, par
         assert len(files(Path(folder))) == 1
 
 
+some_tokens = st.lists(st.integers(0, 1), min_size=4, max_size=9)
+
+
+@settings(max_examples=20)
+@given(st.lists(some_tokens, max_size=5), st.lists(some_tokens, min_size=1, max_size=10))
+def test_the_longest_beginning_is_found(saved: list[list[int]], prompts: list[list[int]]) -> None:
+    with TemporaryDirectory() as folder:
+        store = opened(Path(folder))
+        for tokens in saved:
+            save(store, tokens, 10, text=bytes(tokens))
+        for prompt in prompts:
+            expected = max((len(tokens) for tokens in saved if len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens), default=0)
+            assert find(store, prompt) == expected
+            found = store.find_text(bytes(prompt))
+            assert (found.header.n_text if found and found.header else 0) == expected
+        store.close()
+
+
 class TestLookup:
     def test_the_longest_beginning_with_a_token_left(self, tmp_path: Path) -> None:
         store = opened(tmp_path)
@@ -106,7 +124,13 @@ class TestLookup:
     def test_a_session_that_is_there_is_not_written_again_but_for_new_text_or_calls(self, tmp_path: Path) -> None:
         store = opened(tmp_path)
         assert save(store, PROMPT, text=b"a", replay=b"calls")
-        assert not save(store, PROMPT, text=b"a", replay=b"calls", reason=Reason.EVICT)
+        before = files(tmp_path)[0].stat()
+        again = store.save(session(PROMPT, text=b"a", replay=b"calls", reason=Reason.EVICT))
+        assert again
+        while again.wanted:
+            pass
+        again.put("x", np.zeros(300, np.uint8))  # no use, no harm
+        assert not again.finish().result(30) and files(tmp_path)[0].stat() == before
         assert save(store, PROMPT, text=b"a", replay=b"other calls")
         assert [*store.replay_maps()] == [b"other calls"]
         assert len(files(tmp_path)) == 1
@@ -120,13 +144,15 @@ class TestLookup:
         found = store.find([*PROMPT, 1])
         assert found and (found.usage.hits, found.usage.last_used_s) == (2, NOW_S + 60)
 
-    def test_load_on_the_reading_thread(self, tmp_path: Path) -> None:
+    def test_fetch_by_tokens_or_else_by_text(self, tmp_path: Path) -> None:
         store = opened(tmp_path)
-        save(store, PROMPT)
-        found = store.find([*PROMPT, 1])
-        assert found
-        entry = store.load_later(found).result(30)
-        assert entry and entry.arrays["x"].tobytes() == contents(session(PROMPT))["x"].tobytes()
+        save(store, PROMPT, text=b"abc")
+        for tokens, text, beyond, expected in (
+            ([*PROMPT, 1], b"", 0, PROMPT), ([*PROMPT, 1], b"", 50, None), ([1, 2], b"abcd", 49, PROMPT), ([1, 2], b"x", 0, None),
+        ):  # fmt: skip
+            entry = store.fetch(tokens, text, beyond).result(30)
+            assert (entry and entry.tokens.tolist()) == expected
+            assert not entry or entry.arrays["x"].tobytes() == contents(session(PROMPT))["x"].tobytes()
 
     def test_a_session_that_another_server_deleted(self, tmp_path: Path) -> None:
         store = opened(tmp_path)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ds4jax.errors import ConfigError
 from ds4jax.serving.engine.kvstore import KVPolicy, Reason
+from ds4jax.serving.engine.kvstore.folder import Index
 from ds4jax.serving.engine.kvstore.policy import (
     HALF_LIFE_S,
     Standing,
@@ -148,8 +149,7 @@ ONE_MIB = KVPolicy(space_mb=1, min_tokens=4)
 
 
 def saved_lengths(folder: Path) -> list[int]:
-    store = opened(folder, policy=ONE_MIB, n_ctx=10_000)
-    return sorted(header.n_tokens for _, header in store._usable())
+    return sorted(entry.header.n_tokens for entry in Index(folder).scan() if entry.header)
 
 
 class TestBudget:

@@ -55,7 +55,10 @@ class StoredEntry:
 
 
 class Index:
-    """List the entries of a folder; headers are read again only of files that changed. For one thread."""
+    """List the entries of a folder; headers are read again only of files that changed.
+
+    Any thread may scan: what is known is replaced by one assignment.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -15,11 +15,13 @@ from ds4jax.serving.engine.kvstore.trouble import Trouble
 
 
 class Room:
-    """Delete what is worth least for what comes. For one thread at a time."""
+    """Delete what is worth least for what comes."""
 
-    def __init__(self, folder: Path, identity: Identity, policy: KVPolicy, clock: Callable[[], float], trouble: Trouble) -> None:
-        self._folder, self._identity, self._policy, self._clock, self._trouble = folder, identity, policy, clock, trouble
-        self._index = Index(folder)
+    def __init__(
+        self, folder: Path, index: Index, identity: Identity, policy: KVPolicy, clock: Callable[[], float], trouble: Trouble
+    ) -> None:
+        self._folder, self._index, self._identity, self._policy = folder, index, identity, policy
+        self._clock, self._trouble = clock, trouble
 
     def take(self, size_bytes: int, tokens: np.ndarray) -> tuple[int, Path]:
         """Return an open temporary file of this size, which counts for everybody from now on. Raises OSError if it cannot be had.
@@ -28,7 +30,7 @@ class Room:
         """
         with locked(self._folder):
             if not self._evict(self._policy.budget_bytes - size_bytes, tokens):
-                raise OSError(errno.EDQUOT, f"{size_bytes >> 20} MiB are not free within --kv-disk-space-mb while others are being written")
+                raise OSError(errno.EDQUOT, "there is no room within --kv-disk-space-mb while others are being written")
             return create_temporary(self._folder, size_bytes)
 
     def tidy(self) -> None:

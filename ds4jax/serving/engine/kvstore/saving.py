@@ -1,7 +1,7 @@
 """One save in progress. The engine's thread hands over arrays as they come from the device; one other thread does all that is slow.
 
-The disk's thread takes tasks in order, so a save needs no lock: making room, every piece and the end are tasks of one queue. A failure
-is kept here and the tasks that follow do nothing.
+The disk's thread takes tasks in order, so a save needs no lock: making room, every piece and the end are tasks of one queue. Once the
+save is over before its time, because it failed or the session is on disk already, the tasks that follow do nothing.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from ds4jax.serving.engine.kvstore.format import DTYPES, Part
 class Saving:
     """Take the arrays of one session piece by piece. All methods are for one thread, and none waits for the disk.
 
-    start: makes room and returns the writer; called on the disk's thread. It, or a later write, may raise OSError: on_error is told.
+    start: makes room and returns the writer, or None if the session is on disk already; called on the disk's thread. It, or a later
+    write, may raise OSError: on_error is told.
     """
 
     def __init__(
-        self, disk: Executor, parts: tuple[Part, ...], start: Callable[[], EntryWriter], on_error: Callable[[OSError], None]
+        self, disk: Executor, parts: tuple[Part, ...], start: Callable[[], EntryWriter | None], on_error: Callable[[OSError], None]
     ) -> None:
         self._disk, self._on_error = disk, on_error
         self._dtypes = {part.name: DTYPES[part.dtype] for part in parts}
         self._missing_bytes = {part.name: part.nbytes for part in parts}
         self._queued: deque[tuple[Future[None], int]] = deque()
         self._writer: EntryWriter | None = None
-        self._failed = False
+        self._wanted = True
         self._result: Future[bool] | None = None
         self._submit(lambda: self._begin(start), 0)
 
     @property
-    def failed(self) -> bool:
-        """Whether the save is lost already, so that copying more from the device is for nothing."""
-        return self._failed
+    def wanted(self) -> bool:
+        """Whether more pieces are of use: False once the save failed or the session was found to be on disk already."""
+        return self._wanted
 
     @property
     def ended(self) -> bool:
@@ -62,7 +63,7 @@ class Saving:
             expected = f"{self._missing_bytes[name]} more bytes of {self._dtypes[name]}" if name in self._dtypes else sorted(self._dtypes)
             raise ValueError(f"a piece of {name}: got {piece.nbytes} bytes of {piece.dtype}, expected {expected}")
         self._missing_bytes[name] -= piece.nbytes
-        if not self._failed:
+        if self._wanted:
             data = memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
             self._submit(lambda: self._write(name, data), piece.nbytes)
 
@@ -85,7 +86,7 @@ class Saving:
 
     # ---------------------------------------------------------------- on the disk's thread
     def _guarded(self, task: Callable[[], None]) -> None:
-        if self._failed:
+        if not self._wanted:
             return
         try:
             task()
@@ -93,8 +94,9 @@ class Saving:
             self._abort()
             self._on_error(error)
 
-    def _begin(self, start: Callable[[], EntryWriter]) -> None:
+    def _begin(self, start: Callable[[], EntryWriter | None]) -> None:
         self._writer = start()
+        self._wanted = self._writer is not None
 
     def _write(self, name: str, data: memoryview) -> None:
         assert self._writer is not None  # the queue is in order
@@ -106,10 +108,10 @@ class Saving:
             self._writer.commit()
 
         self._guarded(commit)
-        return not self._failed
+        return self._wanted
 
     def _abort(self) -> bool:
-        self._failed = True
+        self._wanted = False
         if self._writer is not None:
             self._writer.abort()
             self._writer = None

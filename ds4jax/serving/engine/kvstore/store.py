@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds4jax.serving.engine.kvstore.files import SUFFIX, EntryWriter, read_entry, read_replay, record_use
+from ds4jax.serving.engine.kvstore.files import SUFFIX, EntryWriter, read_entry, read_header, read_replay, record_use
 from ds4jax.serving.engine.kvstore.folder import Index, StoredEntry
 from ds4jax.serving.engine.kvstore.format import (
     CorruptEntryError,
@@ -80,14 +80,15 @@ def open_store(
 class KVStore:
     """The saved sessions that one server shares with others. `open_store` makes it.
 
-    load may run on any thread; everything else belongs to one.
+    fetch and save return at once and leave the disk to threads of the store. What reads at once may be called from any thread; saves
+    are for one.
     """
 
     def __init__(self, folder: Path, identity: Identity, n_ctx: int, policy: KVPolicy, warn: Warn, clock: Callable[[], float]) -> None:
         self._folder, self._identity, self._n_ctx, self._policy, self._clock = folder, identity, n_ctx, policy, clock
         self._trouble = Trouble(folder, warn)
         self._index = Index(folder)
-        self._room = Room(folder, identity, policy, clock, self._trouble)
+        self._room = Room(folder, self._index, identity, policy, clock, self._trouble)
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="kv-load")
         self._savings: dict[str, Saving] = {}
@@ -122,9 +123,19 @@ class KVStore:
         record_use(entry.path, self._clock())
         return loaded
 
-    def load_later(self, entry: StoredEntry) -> Future[Entry | None]:
-        """Do as `load` on a thread that is there for it."""
-        return self._reading.submit(self.load, entry)
+    def fetch(self, tokens: Sequence[int] | np.ndarray, text: bytes = b"", beyond: int = 0) -> Future[Entry | None]:
+        """Find and load the session to continue, on the store's thread: by its tokens, or else by its text.
+
+        beyond: tokens that the server has already, so that nothing shorter is worth loading.
+        """
+
+        def read() -> Entry | None:
+            for entry in (self.find(tokens), self.find_text(text)):
+                if entry is not None and entry.header is not None and entry.header.n_tokens > beyond:
+                    return self.load(entry)
+            return None
+
+        return self._reading.submit(read)
 
     def discard(self, entry: StoredEntry) -> None:
         """Delete a session that was found, for one whose state turned out to be of no use."""
@@ -158,12 +169,15 @@ class KVStore:
 
     # ---------------------------------------------------------------- saving
     def save(self, draft: Draft) -> Saving | None:
-        """Begin to save a session; None if it is too short or too large, or is there already under this text and with this replay map."""
+        """Begin to save a session; None if it is too short or too large, or is being saved.
+
+        One that is on disk under this text and with this replay map is not written again, which `Saving.wanted` tells soon.
+        """
         self._savings = {key: saving for key, saving in self._savings.items() if not saving.ended}
         tokens = as_tokens(draft.tokens)
         key = entry_key(self._identity, tokens)
         header = self._header(draft, tokens)
-        if len(tokens) < self._policy.min_tokens or key in self._savings or self._has(key, header):
+        if len(tokens) < self._policy.min_tokens or key in self._savings:
             return None
         if header.file_bytes > self._policy.budget_bytes:
             self._trouble.once(
@@ -173,7 +187,9 @@ class KVStore:
             )
             return None
 
-        def start() -> EntryWriter:
+        def start() -> EntryWriter | None:
+            if self._has(key, header):
+                return None
             writer = EntryWriter(*self._room.take(header.file_bytes, tokens), self._folder / (key + SUFFIX), header)
             try:
                 for name, data in (("tokens", tokens.tobytes()), ("text", draft.text), ("replay", draft.replay)):
@@ -214,5 +230,8 @@ class KVStore:
         return Header(self._identity.model, self._identity.layout, draft.n_ctx, draft.reason, self._clock(), sections)
 
     def _has(self, key: str, wanted: Header) -> bool:
-        found = next((entry.header for entry in self._scan() if entry.key == key), None)
-        return found is not None and (found.text_digest, found.replay_digest) == (wanted.text_digest, wanted.replay_digest)
+        try:
+            found, _ = read_header(self._folder / (key + SUFFIX))
+        except (CorruptEntryError, OtherVersionError, OSError):
+            return False
+        return (found.text_digest, found.replay_digest) == (wanted.text_digest, wanted.replay_digest)

@@ -38,7 +38,7 @@ class Trouble:
     def cannot_save(self, error: OSError) -> None:
         """Tell why a session was not saved. The next one is tried again."""
         hint = _HINTS.get(error.errno or 0, "")
-        self.once(f"save {error.errno}", f"--kv-disk-dir {self._folder}: a session was not saved ({error.strerror}){hint}")
+        self.once(f"save {error.strerror}", f"--kv-disk-dir {self._folder}: a session was not saved ({error.strerror}){hint}")
 
     def cannot_load(self, path: Path, error: Exception) -> None:
         """Tell why a file is not used, and delete it if it is damaged. One that another server deleted is nobody's trouble."""
