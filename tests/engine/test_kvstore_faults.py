@@ -87,7 +87,7 @@ policy = KVPolicy(space_mb=1, min_tokens=4)
 def write_and_read(child):
     rng, told = random.Random(child), []
     store = opened(folder, told, policy=policy)
-    for i in range(25):
+    for i in range(15):
         tokens = [rng.randrange(5)] * rng.randrange(4, 12)  # often those of another child
         save(store, tokens, 1000 * rng.randrange(1, 300))
         found = store.find([*tokens, 1])

@@ -207,8 +207,8 @@ class TestBudget:
         assert saved_lengths(tmp_path) == [10] and total_bytes(tmp_path) <= 1 << 20
 
 
-@settings(max_examples=8)
-@given(st.lists(st.tuples(st.integers(1, 700), st.integers(4, 400), st.sampled_from(Reason)), min_size=1, max_size=8))
+@settings(max_examples=5)
+@given(st.lists(st.tuples(st.integers(1, 700), st.integers(4, 400), st.sampled_from(Reason)), min_size=1, max_size=6))
 def test_the_budget_is_never_exceeded(tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int, int, Reason]]) -> None:
     folder = tmp_path_factory.mktemp("budget")
     store = opened(folder, [], policy=ONE_MIB)
