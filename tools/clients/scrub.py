@@ -61,7 +61,8 @@ def _scrub(value: Any, key: str) -> Any:
 
 
 def _opaque(value: Any) -> Any:
-    return {name: _opaque(member) for name, member in value.items()} if isinstance(value, dict) else "opaque"
+    # Codex shuffles such members.
+    return {name: _opaque(value[name]) for name in sorted(value)} if isinstance(value, dict) else "opaque"
 
 
 def _placeholder(text: str, key: str) -> str:
