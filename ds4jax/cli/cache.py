@@ -22,7 +22,7 @@ FolderOption = Annotated[Path, typer.Option("--kv-disk-dir", help="The folder, a
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KeyArgument = Annotated[str, typer.Argument(help="The key, or the beginning of it.")]
 
-SHORT_KEY = 12
+SHORT_KEY = 12  # digits of a key in a list
 
 
 @app.command()
@@ -33,9 +33,9 @@ def ls(folder: FolderOption, as_json: JsonOption = False) -> None:
         print(json.dumps([summary(entry) for entry in entries], indent=2))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("key", "tokens", "size", "saved as", "hits", "saved", "used", "model", "state", box=None)
+    table = Table(Column("key", min_width=SHORT_KEY), "tokens", "size", "saved as", "hits", "saved", "used", "model", "state", box=None)
     now_s = time.time()
     for entry in entries:
         header, usage = entry.header, entry.usage
@@ -43,7 +43,7 @@ def ls(folder: FolderOption, as_json: JsonOption = False) -> None:
         if header is not None:
             used = "?" if usage.last_used_s is None else human_age(now_s - usage.last_used_s)
             saved = human_age(now_s - header.created_s)
-            row = (str(header.n_tokens), str(header.reason), str(usage.hits), saved, used, header.model[:SHORT_KEY])
+            row = (str(header.n_tokens), str(header.reason), str(usage.hits), saved, used, header.model[:8])
         table.add_row(entry.key[:SHORT_KEY], row[0], human_bytes(entry.size_bytes), *row[1:], str(entry.state))
     Console(highlight=False).print(table)
     n = len(entries)

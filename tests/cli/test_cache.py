@@ -14,7 +14,7 @@ from tests.engine.kvstore import files, opened, save
 
 
 def run(command: str, *arguments: str, folder: Path) -> Result:
-    return CliRunner().invoke(app, ["cache", command, *arguments, "--kv-disk-dir", str(folder)], env={"COLUMNS": "160"})
+    return CliRunner().invoke(app, ["cache", command, *arguments, "--kv-disk-dir", str(folder)], env={"COLUMNS": "80"})
 
 
 @pytest.fixture
@@ -36,6 +36,7 @@ def test_ls(folder: Path) -> None:
     result = run("ls", folder=folder)
     assert result.exit_code == 0, result.output
     header, first, second, total = (line.split() for line in result.stdout.splitlines())
+    assert [first[0], second[0]] == [key[:12] for key in keys(folder)]
     assert header[:3] == ["key", "tokens", "size"]
     assert first[1] == "700" and "shutdown" in first and "1 min ago" in " ".join(first) and first[-1] == "ok"
     assert second[1] == "600" and "cold" in second and "2 h ago" in " ".join(second)
