@@ -27,7 +27,7 @@ SHORT_KEY = 12  # digits of a key in a list
 
 @app.command()
 def ls(folder: FolderOption, as_json: JsonOption = False) -> None:
-    """List the sessions, those used last first."""
+    """List the sessions, those used last first. `show` tells more of one."""
     entries = _scan(folder)
     if as_json:
         print(json.dumps([summary(entry) for entry in entries], indent=2))
@@ -35,15 +35,14 @@ def ls(folder: FolderOption, as_json: JsonOption = False) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    table = Table(Column("key", min_width=SHORT_KEY), "tokens", "size", "saved as", "hits", "saved", "used", "model", "state", box=None)
+    table = Table(Column("key", min_width=SHORT_KEY), "tokens", "size", "saved as", "hits", "used", "state", box=None)
     now_s = time.time()
     for entry in entries:
         header, usage = entry.header, entry.usage
-        row = ("", "", "", "", "", "")
+        row = ("", "", "", "")
         if header is not None:
             used = "?" if usage.last_used_s is None else human_age(now_s - usage.last_used_s)
-            saved = human_age(now_s - header.created_s)
-            row = (str(header.n_tokens), str(header.reason), str(usage.hits), saved, used, header.model[:8])
+            row = (str(header.n_tokens), str(header.reason), str(usage.hits), used)
         table.add_row(entry.key[:SHORT_KEY], row[0], human_bytes(entry.size_bytes), *row[1:], str(entry.state))
     Console(highlight=False).print(table)
     n = len(entries)
