@@ -29,17 +29,19 @@ def test_a_site_equals_the_plain_path(kind: str, m: int) -> None:
     fn = random_weight(kind, (L, N_MIX, H * D))
     scale, base, norm = (jax.random.normal(k, (L, n)) for k, n in zip(keys[5:], (3, N_MIX, D), strict=True))
 
-    got_x, products = hyper.advance(x, parts, post, comb, fn, LAYER)
-    want_x = plain.HyperConnection.post(sum(p.sum(axis=1) for p in parts), x, post, comb)
-    np.testing.assert_allclose(got_x, want_x, atol=1e-5)
+    @jax.jit  # one program: compiling is what this costs
+    def both(x: jax.Array, parts: list[jax.Array], post: jax.Array, comb: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        new, products = hyper.advance(x, parts, post, comb, fn, LAYER)
+        want = plain.HyperConnection.post(sum(p.sum(axis=1) for p in parts), x, post, comb)
+        mix = quant.matmul(rms_norm(want.reshape(m, -1), 1e-6), quant.take_layer(fn, 1))
+        s, b = scale[1], base[1][None]
+        pre, after = (jax.nn.sigmoid(mix[:, i * H : (i + 1) * H] * s[i] + b[:, i * H : (i + 1) * H]) for i in range(2))
+        square = plain.sinkhorn((mix[:, 2 * H :] * s[2] + b[:, 2 * H :]).reshape(m, H, H), 20, 1e-6)
+        y = rms_norm(plain.weighted_sum(pre + 1e-6, want), 1e-6, norm[1])
+        return [new, *hyper.enter(new, products, scale, base, norm, LAYER, **STATICS)], [want, y, 2 * after, square]
 
-    y, got_post, got_comb = hyper.enter(got_x, products, scale, base, norm, LAYER, **STATICS)
-    mix = quant.matmul(rms_norm(want_x.reshape(m, -1), 1e-6), quant.take_layer(fn, 1))
-    s, b = scale[1], base[1][None]
-    pre = jax.nn.sigmoid(mix[:, :H] * s[0] + b[:, :H]) + 1e-6
-    np.testing.assert_allclose(got_post, 2 * jax.nn.sigmoid(mix[:, H : 2 * H] * s[1] + b[:, H : 2 * H]), atol=1e-5)
-    np.testing.assert_allclose(got_comb, plain.sinkhorn((mix[:, 2 * H :] * s[2] + b[:, 2 * H :]).reshape(m, H, H), 20, 1e-6), atol=1e-5)
-    np.testing.assert_allclose(y, rms_norm(plain.weighted_sum(pre, want_x), 1e-6, norm[1]), atol=2e-5)
+    for got, want in zip(*both(x, parts, post, comb), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_a_row_has_the_same_bits_wherever_it_stands() -> None:
