@@ -95,8 +95,8 @@ class CompiledGrammar(Protocol):
 class Constraint:
     """What the answer of a request has to look like.
 
-    after: the token that ends the reasoning. The grammar holds for what is drawn behind it, and before it the text cannot end; None: it
-    holds from the first token. A complete answer ends the request, whatever its minimum length.
+    after: the token that ends the reasoning. The grammar holds for what is drawn behind it, and before it the text cannot end. None, or
+    a prompt that ends with that token: it holds from the first token. A complete answer ends the request, whatever its minimum length.
     """
 
     grammar: CompiledGrammar

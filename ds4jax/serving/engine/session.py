@@ -58,10 +58,11 @@ class Session:
         self.error: Ds4jaxError | None = None  # why a manual session ended
         self.sampling = _GREEDY
         self._constraint = None if request is None else request.constraint
-        self._in_answer = self._constraint is not None and self._constraint.after is None  # of a constrained request
+        self._in_answer = False  # of a constrained request: its next token is one that the grammar allows
         self._n_sampled = 0  # tokens whose sampling was launched
         self._limit = 0
         if request is not None:
+            self._in_answer = self._constraint is not None and self._constraint.after in (None, request.prompt[-1])
             room = n_ctx - len(request.prompt)
             self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
             self.sampling = request.sampling if request.sampling.seed is not None else replace(request.sampling, seed=secrets.randbits(31))
@@ -186,10 +187,11 @@ class Session:
     @property
     def mask_rule(self) -> MaskRule:
         """When the mask of its slot holds for its next step."""
-        if self._constraint is None:
+        if self._in_answer:
+            return MASKED
+        if self._constraint is None or self._constraint.after is None:
             return UNMASKED
-        after = self._constraint.after
-        return MASKED if self._in_answer or after is None else MaskRule(after, self._constraint.grammar.end_id)
+        return MaskRule(self._constraint.after, self._constraint.grammar.end_id)
 
     @property
     def _constraint_end(self) -> int | None:
