@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Literal, get_args
 
 from ds4jax.errors import ConfigError, RequestError
@@ -48,10 +48,12 @@ def render(
 ) -> list[Segment]:
     """Render a conversation up to the point where the model answers.
 
-    All system and developer messages come first, joined by blank lines, wherever they stood, and the tools with them: after them in
-    style "deepseek", before them in style "ds4". In style "deepseek" what users and tools say in a row becomes one turn, joined by
-    blank lines, with results in the order of their calls; in style "ds4" each user message opens its own `<｜User｜>`, and so does
-    each run of results.
+    The system and developer messages that come first begin the prompt, joined by blank lines, and the tools with them: after them in
+    style "deepseek", before them in style "ds4". Later ones are told where they stand, as reminders in a turn of the user: agents add
+    some as they go on, and no cache would fit a prompt whose beginning changes. In style "ds4" they come first too.
+
+    In style "deepseek" what users and tools say in a row becomes one turn, joined by blank lines, with results in the order of their
+    calls; in style "ds4" each user message opens its own `<｜User｜>`, and so does each run of results.
 
     What the assistant thought before the last user turn is dropped, as it was in training, unless the conversation has to do with
     tools: then thoughts lead from one call to the next, and all are kept.
@@ -71,7 +73,7 @@ def render(
     if style not in get_args(PromptStyle):
         raise ConfigError(f"prompt style: got {style!r}, expected one of {get_args(PromptStyle)}")
     check(messages)
-    turns = [message for message in messages if message.role not in SYSTEM_ROLES]
+    head, turns = _part(messages, style)
     if style == "deepseek":
         turns = _in_order_of_calls(turns)
     last_user = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=-1)
@@ -79,7 +81,7 @@ def render(
     segments: list[Segment] = [
         Special(BOS),
         Text(MAX_EFFORT if thinking is Thinking.MAX else ""),
-        *_system_region(messages, tools, style, tool_text),
+        *_system_region(head, tools, style, tool_text),
     ]
     before: Message | None = None
     for i, turn in enumerate(turns):
@@ -91,7 +93,7 @@ def render(
             segments += [Text(turn.content), *_calls(turn, recall), Special(EOS)]
         else:
             segments += _opening(turn, before if user_is_waiting else None, style)
-            segments.append(Text(turn.content) if turn.role == "user" else tool_result(turn.content))
+            segments.append(_told(turn))
         before = turn
     if before is not None and before.role != "assistant":
         segments += [Special(ASSISTANT), Special(THINK if thinking else END_THINK)]
@@ -131,8 +133,24 @@ def check(messages: Sequence[Message]) -> None:
             raise RequestError(f"{place}: only an assistant calls tools, and this is a message of role {message.role!r}", place)
 
 
-def _system_region(messages: Sequence[Message], tools: Sequence[Tool], style: PromptStyle, tool_text: str | None) -> list[Segment]:
-    text = "\n\n".join(m.content for m in messages if m.role in SYSTEM_ROLES and m.content)
+def _part(messages: Sequence[Message], style: PromptStyle) -> tuple[list[Message], list[Message]]:
+    """Part what begins the prompt from the turns; messages of the system that say nothing are in neither."""
+    said = [message for message in messages if message.content or message.role not in SYSTEM_ROLES]
+    if style == "deepseek":
+        head = list(takewhile(lambda message: message.role in SYSTEM_ROLES, said))
+        return head, said[len(head) :]
+    return [m for m in said if m.role in SYSTEM_ROLES], [m for m in said if m.role not in SYSTEM_ROLES]
+
+
+def _told(turn: Message) -> Text:
+    """What a turn that waits for an answer tells the model."""
+    if turn.role in TOOL_ROLES:
+        return tool_result(turn.content)
+    return Text(turn.content if turn.role == "user" else f"<system-reminder>\n{turn.content}\n</system-reminder>")
+
+
+def _system_region(head: Sequence[Message], tools: Sequence[Tool], style: PromptStyle, tool_text: str | None) -> list[Segment]:
+    text = "\n\n".join(message.content for message in head)
     if not tools:
         return [Text(text)]
     between = [Text("\n\n")] if text else []

@@ -305,7 +305,8 @@ async def test_messages_of_every_form(make_app: MakeApp, make_engine: MakeEngine
     status, _ = await post(make_app(engine), messages=messages, thinking=False, metadata={"user_id": "me"}, betas=["x"])
     assert status == 200
     assert engine.requests[1].prompt == (
-        BOS_ID, *b"S", USER_ID, *b"a<think>", ASSISTANT_ID, END_THINK_ID, *b"b", EOS_ID, USER_ID, *b"c", ASSISTANT_ID, END_THINK_ID,
+        BOS_ID, USER_ID, *b"a<think>\n\n<system-reminder>\nS\n</system-reminder>", ASSISTANT_ID, END_THINK_ID, *b"b", EOS_ID,
+        USER_ID, *b"c", ASSISTANT_ID, END_THINK_ID,
     )  # fmt: skip
 
 

@@ -16,6 +16,10 @@ def system(text: str) -> Message:
     return Message("system", text)
 
 
+def reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
 def user(text: str) -> Message:
     return Message("user", text)
 
@@ -32,9 +36,9 @@ def assistant(text: str, reasoning: str | None = None) -> Message:
         ([user("hi")], True, f"{BOS}{USER}hi{ASSISTANT}<think>"),
         ([system("Be brief."), user("hi")], False, f"{BOS}Be brief.{USER}hi{ASSISTANT}</think>"),
         (
-            [user("a"), system("S"), assistant("b"), Message("developer", "D"), system(""), user("c")],
+            [system(""), system("S"), system(""), Message("developer", "D"), user("a"), system("")],
             False,
-            f"{BOS}S\n\nD{USER}a{ASSISTANT}</think>b{EOS}{USER}c{ASSISTANT}</think>",
+            f"{BOS}S\n\nD{USER}a{ASSISTANT}</think>",
         ),
         ([user("a"), assistant("b", "why"), user("c")], True, f"{BOS}{USER}a{ASSISTANT}</think>b{EOS}{USER}c{ASSISTANT}<think>"),
         ([user("a"), assistant("b", "why")], True, f"{BOS}{USER}a{ASSISTANT}<think>why</think>b{EOS}"),
@@ -66,7 +70,7 @@ BLOCK = (
         ([user("a"), assistant("b", "why"), user("c")], f"{USER}a{ASSISTANT}<think>why</think>b{EOS}{USER}c{ASSISTANT}<think>"),
         (
             [user("a"), Message("assistant", "b", "why", CALLS), Message("tool", "1", tool_call_id="c1"), system("S")],
-            f"{USER}a{ASSISTANT}<think>why</think>b{BLOCK}{EOS}{USER}<tool_result>1</tool_result>{ASSISTANT}<think>",
+            f"{USER}a{ASSISTANT}<think>why</think>b{BLOCK}{EOS}{USER}<tool_result>1</tool_result>\n\n{reminder('S')}{ASSISTANT}<think>",
         ),
         (
             [Message("tool", "1"), Message("function", "2")],
@@ -108,8 +112,20 @@ def test_the_mark_of_tags_is_a_token_in_text_of_ours_alone(tiny: Tokenizer) -> N
 
 def test_user_turns_in_a_row() -> None:
     messages = [user("a"), user("b"), system("S"), user("c")]
-    assert to_text(render(messages, thinking=False)) == f"{BOS}S{USER}a\n\nb\n\nc{ASSISTANT}</think>"
+    assert to_text(render(messages, thinking=False)) == f"{BOS}{USER}a\n\nb\n\n{reminder('S')}\n\nc{ASSISTANT}</think>"
     assert to_text(render(messages, thinking=False, style="ds4")) == f"{BOS}S{USER}a{USER}b{USER}c{ASSISTANT}</think>"
+
+
+def test_what_the_system_says_later_changes_nothing_before_it() -> None:
+    """Agents remind the model now and then: what a slot holds of the conversation has to fit all the same."""
+    talk = [system("Be brief."), user("a"), assistant("b", "why"), user("c")]
+    before = to_text(render(talk, thinking=True)).removesuffix(f"{ASSISTANT}<think>")
+    for role in ("system", "developer"):
+        text = to_text(render([*talk, Message(role, "D")], thinking=True))
+        assert text == f"{before}\n\n{reminder('D')}{ASSISTANT}<think>"
+    answered = [*talk, assistant("d"), system("S")]
+    assert to_text(render(answered, thinking=True)).endswith(f"d{EOS}{USER}{reminder('S')}{ASSISTANT}<think>")
+    assert to_text(render(answered, thinking=True, style="ds4")).startswith(f"{BOS}Be brief.\n\nS{USER}a")
 
 
 def test_texts_never_stand_side_by_side() -> None:
