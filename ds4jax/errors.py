@@ -77,13 +77,16 @@ class GrammarError(Ds4jaxError):
 
 
 class QueueFullError(Ds4jaxError):
-    """All slots are busy and the queue is at its limit. `retry_after_s` is a hint for the client."""
+    """All slots are busy and the queue is at its limit. `retry_after_s` is a hint for the client.
 
-    def __init__(self, n_waiting: int, retry_after_s: int = 1) -> None:
+    n_most: requests that slots and queue hold at the best of times, where that is known.
+    """
+
+    def __init__(self, n_waiting: int, retry_after_s: int = 1, *, n_most: int | None = None) -> None:
         super().__init__(
             f"the server is busy: {n_waiting} requests are waiting already. Retry after {retry_after_s} s, or raise --queue-limit."
         )
-        self.n_waiting, self.retry_after_s = n_waiting, retry_after_s
+        self.n_waiting, self.retry_after_s, self.n_most = n_waiting, retry_after_s, n_most
 
 
 class EngineStoppedError(Ds4jaxError):

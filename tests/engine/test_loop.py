@@ -104,6 +104,23 @@ def test_refusals_reach_the_caller_at_once() -> None:
         assert second.tokens == alone(request(2), 64)
 
 
+def test_one_of_several_is_refused_where_the_others_would_be() -> None:
+    with running(FakeDevice(n_slots=2), queue_limit=1) as (engine, device):
+        device.hold_reads()
+        box = Mailbox()
+        engine.submit(request(1), box)
+        for n_more, n_most in ((2, 3), (9, 3)):
+            with pytest.raises(QueueFullError, match="0 requests are waiting") as full:
+                engine.submit(request(2), Mailbox(), n_more)
+            assert full.value.n_most == n_most
+        second, third = Mailbox(), Mailbox()
+        engine.submit(request(2), second, 1)
+        engine.submit(request(3), third)
+        device.let_go()
+        for mailbox in (box, second, third):
+            mailbox.finish()
+
+
 def test_cancel_frees_the_slot_for_the_next_in_line() -> None:
     with running(FakeDevice(n_slots=1)) as (engine, device):
         device.hold_reads()

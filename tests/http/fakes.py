@@ -94,14 +94,15 @@ class EchoEngine:
         self._thread.start()
 
     # ------------------------------------------------------------ EngineClient
-    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+    def submit(self, request: GenerateRequest, sink: Sink, n_more: int = 0) -> int:
         with self._lock:
             if self.refuse is not None:
                 raise self.refuse
             if self._stop:
                 raise EngineStoppedError("the engine has stopped")
-            if len(self._waiting) >= self.queue_limit:
-                raise QueueFullError(len(self._waiting))
+            n_most = self.n_slots + self.queue_limit
+            if len(self._waiting) + len(self._running) + 1 + n_more > n_most:
+                raise QueueFullError(len(self._waiting), n_most=n_most)
             run = _Run(next(self._ids), request, sink, list(self.script(request)))
             self.requests[run.id] = request
             self._waiting.append(run)

@@ -282,7 +282,7 @@ async def test_a_full_queue_does_not_take_the_second_try(make_app: MakeApp, make
     engine = make_engine(script=says(BROKEN))
     submit = engine.submit
 
-    def once(request: GenerateRequest, sink: Any) -> int:
+    def once(request: GenerateRequest, sink: Any, n_more: int = 0) -> int:
         if engine.requests:
             raise QueueFullError(1)
         return submit(request, sink)

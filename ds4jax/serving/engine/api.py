@@ -221,9 +221,10 @@ class EngineClient(Protocol):
     @property
     def n_ctx(self) -> int: ...
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+    def submit(self, request: GenerateRequest, sink: Sink, n_more: int = 0) -> int:
         """Queue a request; events reach `sink` in order, on the engine's thread (it must not block).
 
+        n_more: requests that are to follow it at once. Where not all of them fit, this one is refused already.
         Raises QueueFullError, EngineStoppedError, ContextLengthError or RequestError.
         """
         ...

@@ -109,11 +109,11 @@ class EngineCore:
             check_tokens((request.constraint.after,), self._device.n_vocab, "constraint.after")
         return Session(next(self._ids), n_ctx, request)
 
-    def check_capacity(self, n_live: int) -> None:
-        """Raise QueueFullError if n_live requests and sessions fill all slots and the queue."""
-        n_waiting = n_live - len(self._slots)
-        if n_waiting >= self._config.max_waiting:
-            raise QueueFullError(max(n_waiting, 0))
+    def check_capacity(self, n_live: int, n_new: int = 1) -> None:
+        """Raise QueueFullError if n_new more do not fit into slots and queue beside n_live requests and sessions."""
+        n_most = len(self._slots) + self._config.max_waiting
+        if n_live + n_new > n_most:
+            raise QueueFullError(max(n_live - len(self._slots), 0), n_most=n_most)
 
     def enqueue(self, session: Session) -> None:
         """Put a new session at the end of the queue."""

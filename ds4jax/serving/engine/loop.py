@@ -66,12 +66,12 @@ class Engine:
         """Tokens a slot holds."""
         return self._n_ctx
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+    def submit(self, request: GenerateRequest, sink: Sink, n_more: int = 0) -> int:
         """Queue a request; see `EngineClient.submit`."""
         session = self._core.new_session(request)
         with self._bell:
             self._check_running()
-            self._core.check_capacity(len(self._clients) + self._n_manual)
+            self._core.check_capacity(len(self._clients) + self._n_manual, 1 + n_more)
             self._clients[session.id] = (session, sink)
             self._post(lambda core: core.enqueue(session))
         return session.id

@@ -29,8 +29,9 @@ class EventStream:
         """Submit the requests, all or none. Call it on the loop that will read the events.
 
         many: the field by which a client asks for several. on_arrival: told every event when it reaches the loop, whenever it is read.
-        Raises what EngineClient.submit raises; requests submitted before the refused one are cancelled. More requests than the
-        server ever holds raise RequestError instead of QueueFullError: no retry could succeed.
+        Raises what EngineClient.submit raises; requests submitted before the refused one are cancelled. What the queue has no room for is
+        refused before any of it takes the place of others' requests. More requests than the server ever holds raise RequestError
+        instead of QueueFullError: no retry could succeed.
         """
         self._engine, self._on_arrival = engine, on_arrival
         self._loop = asyncio.get_running_loop()
@@ -40,12 +41,13 @@ class EventStream:
         self._running: dict[int, int] = {}  # choice index -> engine request id
         try:
             for index, request in enumerate(requests):
-                self._running[index] = engine.submit(request, partial(self._deliver, index))
+                n_more = len(requests) - index - 1
+                self._running[index] = engine.submit(request, partial(self._deliver, index), n_more)
         except QueueFullError as error:
             self.close()
-            most = engine.stats().n_slots + error.n_waiting
-            if len(requests) > most:
-                text = f"{many}: {len(requests)} completions in one request, but this server takes at most {most} at once; ask for fewer"
+            if error.n_most is not None and len(requests) > error.n_most:
+                n_most = error.n_most
+                text = f"{many}: {len(requests)} completions in one request, but this server takes at most {n_most} at once; ask for fewer"
                 raise RequestError(text, many) from None
             raise
         except BaseException:
