@@ -10,7 +10,7 @@ inside them it has enough tokens for matrix products of expanded weights, and ke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,32 +24,39 @@ from ds4jax.model.compressor import Compressor
 from ds4jax.model.hyper import HyperConnection
 from ds4jax.model.kernels import attend, extend, hyper, index, router
 from ds4jax.model.moe import MIN_WEIGHT_SUM, MoE
-from ds4jax.model.quant import PREPARED
 from ds4jax.model.quant.kernels import dense, experts
 from ds4jax.model.rope import frequencies
 
 if TYPE_CHECKING:
-    from ds4jax.model.transformer import Stack
+    from ds4jax.model.transformer import Block, Stack, Transformer
 
 MOST_ROWS = 64  # of a step
 
 RunLayer = Callable[[int, jax.Array, "Streams", KVCache], tuple["Streams", KVCache]]
 
 
-def fits(config: ModelConfig, kinds: Mapping[str, str]) -> bool:
-    """Whether the kernels take a model of this shape and these tensor types."""
-    sizes = (config.n_embd, config.n_ff, config.q_lora_rank, config.n_head, config.n_hc)
-    if any(n & (n - 1) for n in sizes) or config.n_rot != 64 or config.head_dim % 64 or config.n_embd < 128:
+def fits(model: Transformer) -> bool:
+    """Whether the kernels take a model of this shape and these formats; its leaves may be shapes, of experts prepared for kernels."""
+    c = model.config
+    if c.n_rot != 64 or c.head_dim % 64 or c.n_head & (c.n_head - 1):
         return False
+    return all(_takes_block(block) for stack in model.stacks for block in stack.blocks)
 
-    def taken(name: str, kind: str) -> bool:
-        if name.endswith("_exps.weight"):
-            return kind in PREPARED
-        return kind in dense.KINDS or not name.endswith(".weight")
 
-    if kinds["blk.0.attn_q_a.weight"] != kinds["blk.0.attn_kv.weight"]:
-        return False
-    return all(taken(name, kind) for name, kind in kinds.items() if name != "token_embd.weight" and kind != "I32")
+def _takes_block(block: Block) -> bool:
+    c, attn, ffn = block.config, block.attn, block.ffn
+    inputs, gate_up = attn.inputs.get_value(), ffn.gate_up_shexp.get_value()
+    products = [attn.q_b, attn.output_b, ffn.gate_inp, ffn.down_shexp, *([attn.indexer.attn_q_b] if attn.ratio == 4 else [])]
+    plain = [*inputs.groups, *gate_up.groups, *(p.get_value() for p in products)]
+    q, k = c.q_lora_rank, c.head_dim
+    return (
+        all(dense.fits(w, MOST_ROWS) for w in plain)
+        and dense.fits(attn.output_a.get_value(), MOST_ROWS, c.n_out_group)
+        and inputs.places[:2] == ((0, q), (q, q + k))  # `extend` reads them there
+        and len(gate_up.groups) == 1
+        and all(hyper.fits(c.n_hc, c.n_embd, hc.fn.get_value().kind) for hc in (block.hc_attn, block.hc_ffn))
+        and experts.fits(*(w.get_value() for w in (ffn.gate_exps, ffn.up_exps, ffn.down_exps)))
+    )
 
 
 def takes(cache: KVCache, config: ModelConfig, n_row: int, n_token: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -56,8 +56,11 @@ class ModelSpec:
 
 def describe(config: ModelConfig, kinds: Sequence[tuple[str, str]], kv_quant: str, dtype: str) -> ModelSpec:
     """Describe a model for this machine's device: with kernels where there is a GPU, the type is bfloat16, and they take its shape."""
-    kernels = dtype == "bfloat16" and jax.default_backend() == "gpu" and fused.fits(config, dict(kinds))
-    return ModelSpec(config, tuple(kinds), kv_quant, dtype, kernels)
+    spec = ModelSpec(config, tuple(kinds), kv_quant, dtype)
+    if dtype != "bfloat16" or jax.default_backend() != "gpu":
+        return spec
+    with_kernels = replace(spec, kernels=True)
+    return with_kernels if fused.fits(build(with_kernels, AbstractSource(dict(kinds)))) else spec
 
 
 def fits_ds4_rows(config: ModelConfig) -> bool:

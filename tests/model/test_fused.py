@@ -15,13 +15,14 @@ from ds4jax.model.cache import export_slot, init_cache
 from ds4jax.model.gguf.random_leaves import random_leaves, random_spec
 from ds4jax.model.kernels import flash, hyper
 from ds4jax.model.quant.kernels import grouped
-from ds4jax.model.spec import abstract_model
+from ds4jax.model.spec import AbstractSource, abstract_model, build
 from ds4jax.model.steps import DecodeBatch, PrefillBatch, decode_step, prefill_chunk
 
-# Flash in small: every kind of layer, sizes that the kernels take, and few enough chosen rows that the indexer has to choose.
+# Flash in small: every kind of layer, sizes that the kernels take, and few enough chosen rows that the indexer has to choose. Experts go
+# by token: where two score nearly the same, the paths may choose differently, and random weights then have little in common.
 SMALL = replace(
     FLASH, name="small", n_layer=5, n_embd=256, n_vocab=256, n_head=16, head_dim=128, q_lora_rank=128, o_lora_rank=128, n_out_group=2,
-    n_window=64, compress_ratios=(0, 4, 128, 4, 128), n_hash_layer=1, n_index_head=16, index_top_k=16, n_expert=4, n_expert_used=2,
+    n_window=64, compress_ratios=(0, 4, 128, 4, 128), n_hash_layer=5, n_index_head=16, index_top_k=16, n_expert=16, n_expert_used=2,
     n_ff=256, swiglu_clamp=(10.0,) * 5, swiglu_clamp_shared=(10.0,) * 5,
 )  # fmt: skip
 SLOTS, CTX, CHUNK = 3, 512, 32
@@ -37,9 +38,21 @@ def chunk(rng: np.random.Generator, slot: int, n: int) -> PrefillBatch:
     return PrefillBatch(rng.integers(0, 256, (1, CHUNK)).astype(np.int32), np.int32([slot]), np.int32([n]))
 
 
+def test_it_is_known_before_which_models_the_kernels_take() -> None:
+    def takes(config: Any, quant: str = "q2", **kinds: str) -> bool:
+        spec = replace(random_spec(config, quant, "ds4", "bfloat16"), kernels=True)
+        return fused.fits(build(spec, AbstractSource(dict(spec.kinds) | {name.replace("__", "."): kind for name, kind in kinds.items()})))
+
+    assert takes(SMALL) and takes(FLASH) and takes(FLASH, "q4")
+    assert not takes(SMALL, "q8")  # experts that are not repacked
+    assert not takes(replace(SMALL, n_head=24))
+    assert not takes(replace(SMALL, n_ff=768))
+    assert not takes(SMALL, blk__2__attn_q_b__weight="Q4_0")
+    assert not takes(SMALL, blk__1__ffn_up_exps__weight="Q4_K")  # gate and up differ
+
+
 def test_steps_on_kernels_are_those_of_the_plain_path() -> None:
     plain = random_spec(SMALL, "q2", "ds4", "bfloat16")
-    assert fused.fits(SMALL, dict(plain.kinds))
     specs = [replace(plain, kernels=kernels) for kernels in (False, True)]
     leaves = [random_leaves(spec, "q2").leaves for spec in specs]
 
@@ -56,9 +69,8 @@ def test_steps_on_kernels_are_those_of_the_plain_path() -> None:
             y, caches[kernels] = run(specs[kernels], leaves[kernels], caches[kernels], batch)
             logits.append(np.asarray(y)[[0, 2]])
         errors += [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(*logits, strict=True)]
-    # Both round activations, the kernels to int8 before experts: some per cent of random weights' logits. Where two experts or rows
-    # score nearly the same, the paths may choose differently, and random weights then have little in common.
-    assert np.median(errors) < 0.04 and np.mean(np.array(errors) < 0.08) >= 0.75, errors
+    # Both round activations, the kernels to int8 before experts; now and then the indexer takes another of two nearly equal rows.
+    assert np.median(errors) < 0.03 and np.mean(np.array(errors) < 0.06) >= 0.75, errors
 
 
 def test_chunks_on_kernels_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0, spread: floa
     layout = LAYOUTS[kind]
     raw = np.frombuffer(rng.bytes(int(np.prod(shape[:-1])) * quant.row_bytes(kind, shape[-1])), np.uint8).reshape(*shape[:-1], -1).copy()
     blocks = raw.view(layout.block)
-    for name in {"d", "dmin", "w"} & set(layout.block.names or ()):
+    for name in sorted({"d", "dmin", "w"} & set(layout.block.names or ())):  # data that does not depend on the hash seed
         scales = 0.01 * rng.standard_normal(blocks.shape) * 10 ** rng.uniform(-spread, spread, blocks.shape)
         blocks[name] = scales.astype(layout.block[name])
     if kind == "MXFP4":
