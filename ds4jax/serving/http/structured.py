@@ -59,7 +59,7 @@ def _of_formats(formats: Sequence[tuple[str, Format | None]]) -> Iterator[Gramma
             case {"type": "json_schema"}:
                 yield _schema_of(asked, name)
             case {"type": "json_object", "schema": dict(schema)}:  # as llama-server takes it
-                yield Grammar("json_schema", _written(schema), f"{name}.schema")
+                yield Grammar("json_schema", _written(schema), f"{name}.schema", is_lenient=True)
             case {"type": "json_object"}:
                 yield Grammar("json_schema", _ANY_OBJECT, name)
             case _:
