@@ -152,8 +152,9 @@ def _from_schema(grammar: Grammar) -> str:
 
 
 def _from_choice(grammar: Grammar) -> str:
+    """List the choices in one terminal, which has an automaton; as alternatives of a rule, 2,000 would be too many to be followed."""
     choices: Sequence[str] = json.loads(grammar.text)
-    return _from_lark("start: " + " | ".join(map(json.dumps, choices)))
+    return _from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
 def _from_lark(lark: str) -> str:
@@ -191,4 +192,6 @@ def _refusal(grammar: Grammar, reason: str) -> RequestError:
 def _reason(text: str) -> str:
     """Shorten what llguidance says to what a client can use."""
     text = " ".join(text.partition("\n<")[0].split())
+    if text == "NoExtensionBias":
+        text = "no text that ends can follow it"
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4jax.errors import GrammarError, RequestError
+from ds4jax.serving.http.structured import MOST_CHOICES
 from ds4jax.text.grammar import LARGEST_MULTIPLE, LONGEST_GRAMMAR, CompiledGrammar, Grammar, GrammarCompiler, Kind, Matcher
 from ds4jax.text.tokenizer import Tokenizer
 from tests.http.fakes import DSML_ID, EOS_ID, byte_tokenizer
@@ -182,6 +183,22 @@ def test_what_is_no_grammar_is_refused_by_the_name_of_its_field(kind: Kind, text
         compiled(kind, text)
     assert refused.value.param == "field"
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_what_no_text_can_follow_is_said_in_words() -> None:
+    for kind, text in (("json_schema", '{"$ref":"#"}'), ("grammar", "start: start")):
+        with pytest.raises(RequestError, match="no text that ends can follow it"):
+            compiled(kind, text)
+
+
+def test_as_many_choices_as_may_be_sent_are_followed_to_their_end() -> None:
+    form = compiled("choice", json.dumps([f"x{i}" for i in range(MOST_CHOICES)]))
+    assert accepts(form, b"x0") and accepts(form, b"x9999") and not accepts(form, b"x10000")
+
+
+def test_an_empty_choice_may_be_chosen() -> None:
+    form = compiled("choice", '["","a"]')
+    assert tokens_in(form.first_mask, BYTES.n_vocab) == {EOS_ID, ord("a")}
 
 
 def test_what_cannot_be_enforced_can_be_left_out() -> None:
