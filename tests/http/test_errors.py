@@ -208,6 +208,17 @@ async def test_a_bug_is_a_500_without_its_message(make_app: MakeApp, make_engine
     assert any(record.exc_info and "secret" in str(record.exc_info[1]) for record in caplog.records)
 
 
+async def test_what_went_wrong_by_itself_is_one_line_of_the_log(
+    make_app: MakeApp, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"messages": HELLO, "max_tokens": 5}
+    assert (await make_app(make_engine(fail_after=1)).test_client().post("/v1/messages", json=body)).status_code == 500
+    assert (await make_app(make_engine(refuse=EngineStoppedError("closed"))).test_client().post(CHAT, json=body)).status_code == 503
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(lines) == 2 and "scripted" in lines[0] and "closed" in lines[1]
+    assert not any(record.exc_info for record in caplog.records)
+
+
 async def test_what_the_framework_refuses_has_our_shape_too(make_app: MakeApp) -> None:
     client = make_app(body_limit_bytes=100).test_client()
     unknown = await client.get("/v1/nothing")

@@ -12,7 +12,7 @@ from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http import anthropic, anthropic_events, openai, openai_common, openapi, responses, status, tokens
 from ds4jax.serving.http.access import add_access
 from ds4jax.serving.http.edge import Edge, ReleaseAtEnd, json_response
-from ds4jax.serving.http.problems import describe
+from ds4jax.serving.http.problems import INTERNAL, describe
 from ds4jax.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ds4jax.http")
@@ -52,7 +52,8 @@ def _add_errors(app: Quart, body_limit_bytes: int) -> None:
     async def failed(error: Exception) -> Response:
         problem = describe(error, body_limit_bytes=body_limit_bytes)
         if problem.status >= 500:
-            log.error("%s %s failed", request.method, request.path, exc_info=error)
+            unexpected = problem.code == INTERNAL  # the others say themselves what went wrong
+            log.error("%s %s failed: %s", request.method, request.path, error, exc_info=error if unexpected else None)
         shape = anthropic_events if request.path.startswith(anthropic.PREFIX) else openai_common
         response = json_response(shape.error_object(problem), status=problem.status)
         response.headers.update(problem.headers)

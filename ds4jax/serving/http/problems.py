@@ -15,6 +15,7 @@ from ds4jax.serving.http.responses_store import ResponseNotFoundError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+INTERNAL = "internal_error"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def describe(error: Exception, *, body_limit_bytes: int) -> Problem:
         case HTTPException():
             return _describe_http(error, body_limit_bytes)
         case _:
-            return Problem(500, "internal error; the server's log has the details", SERVER, code="internal_error")
+            return Problem(500, "internal error; the server's log has the details", SERVER, code=INTERNAL)
 
 
 def _describe_http(error: HTTPException, body_limit_bytes: int) -> Problem:
