@@ -179,7 +179,7 @@ class FakeDevice:
         if target in self.fail_clear:
             raise DeviceStepError("restore failed", cache_lost=False)
         n = len(self.snapshots[entry])
-        assert n <= len(self.histories[source])
+        assert n <= len(self.histories[source]) and DAMAGED not in self.histories[target], "NaN behind the rows would show"
         self.restored.append((source, target, n))
         self.histories[target] = self.histories[source][:n]
         assert tuple(self.histories[target]) == self.snapshots[entry], "the rows belong to other tokens"

@@ -14,6 +14,8 @@ from ds4jax.serving.engine.session import Session, State
 from tests.engine.fakes import FakeClock, FakeDevice, Record, alone, next_token, run
 
 N_CTX = 24
+# Prompts that begin alike are what slots and snapshots are mixed up over.
+LONG = [tuple((i * step) % 5 for i in range(20)) for step in (1, 2, 3)]
 ERRORS = ("batched decode failed: step", "the logits of this session")
 
 
@@ -62,13 +64,19 @@ class Schedules(RuleBasedStateMachine):
         else:
             self.asked[request_id] = request
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data(), n=st.integers(1, N_CTX), extra=st.lists(st.integers(0, 2), min_size=1, max_size=8), twice=st.booleans())
-    def part_from(self, data: st.DataObject, n: int, extra: list[int], twice: bool) -> None:
-        """Ask something that only begins like an earlier request, perhaps while that one is still read."""
-        earlier = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
-        for _ in range(1 + twice):
-            self._submit(GenerateRequest((*earlier.prompt[:n], *extra)[: N_CTX - 1], 2, SamplingParams(seed=1)))
+    @rule(
+        prompt=st.sampled_from(LONG),
+        n=st.integers(4, 20),
+        extra=st.lists(st.integers(0, 2), max_size=2),
+        mark=st.integers(0, 20),
+        n_times=st.integers(1, 3),
+        n_steps=st.integers(0, 12),
+    )
+    def begin_alike(self, prompt: tuple[int, ...], n: int, extra: list[int], mark: int, n_times: int, n_steps: int) -> None:
+        """Ask what begins like something else, perhaps several times at once, perhaps while that is still read."""
+        for _ in range(n_times):
+            self._submit(GenerateRequest((*prompt[:n], *extra), 2, SamplingParams(seed=1), marks=(mark,)))
+        self.step(n_steps, 0)
 
     @rule(fails=st.booleans())
     def snapshots_fail(self, fails: bool) -> None:
