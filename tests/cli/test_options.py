@@ -116,6 +116,11 @@ class TestEnvironment:
         assert (config.prefill_quantum, config.mixed_prefill_quantum, config.max_waiting) == (512, 64, 7)
         assert engine_config(env, no_warning, slots=1, ctx=64, queue_limit=0, prefill_chunk=256).prefill_quantum == 256
 
+    @pytest.mark.parametrize(("asked", "expected"), [(None, 12), (0, 0), (5, 5)])
+    def test_snapshots(self, asked: int | None, expected: int) -> None:
+        config = engine_config({}, no_warning, slots=3, ctx=64, queue_limit=None, prefill_chunk=None, snapshots=asked)
+        assert config.n_snapshots == expected
+
     @pytest.mark.parametrize("text", ["-1", "100001", "2ms", "1e3", "٣"])
     def test_a_bad_window_is_a_warning_and_the_default(self, text: str) -> None:
         warnings: list[str] = []

@@ -12,7 +12,9 @@ import pytest
 from ds4jax.config import FLASH
 from ds4jax.model.cache import KVCache, export_slot
 from ds4jax.model.snapshot import COPIED_TOKENS, Snapshots, init_snapshots, restore, save
-from tests.model.test_steps import SMALL, digest, random_cache
+from ds4jax.serving.engine.memory import plan_memory
+from ds4jax.serving.engine.programs import Shapes, lower
+from tests.model.test_steps import SMALL, SPEC, digest, random_cache
 
 FORMATS = [("none", "bfloat16"), ("ds4", "float32")]
 N_CTX = 2 * COPIED_TOKENS + 300  # not a whole number of turns
@@ -77,6 +79,22 @@ def test_what_a_broken_source_holds_behind_is_not_copied() -> None:
     cache = KVCache(**{**cache.__dict__, "comp4": type(cache.comp4)({"x": comp4}, cache.comp4.format, cache.comp4.n_rot)})
     fork = back_to(cache, kept(cache, "none", "bfloat16", 2), 2, 0)
     assert not np.isnan(np.asarray(fork.comp4.parts["x"][:, 0], np.float32)).any()
+
+
+@pytest.mark.parametrize("kind", ["save", "restore"])
+def test_neither_way_copies_what_it_does_not_change(kind: str) -> None:
+    """The pool, or the cache, is updated in place, and no scratch has the size of a slot's capacity."""
+    few, many = (lower(Shapes(SPEC, 2, n_ctx, (), (), 4), (kind, 0)).compile().memory_analysis() for n_ctx in (1 << 13, 1 << 17))
+    assert few.temp_size_in_bytes == many.temp_size_in_bytes < few.alias_size_in_bytes
+    changed, grown = many.alias_size_in_bytes, many.argument_size_in_bytes - few.argument_size_in_bytes
+    assert (changed - few.alias_size_in_bytes) == (grown if kind == "restore" else 0)
+    assert many.output_size_in_bytes - changed < 4096, "something comes out that is no part of it"
+
+
+def test_the_plan_counts_the_pool() -> None:
+    none, some = (plan_memory(SPEC, 2, 256, available_bytes=1 << 30, n_snapshot=n) for n in (0, 8))
+    assert none.snapshot_bytes == 0 and some.snapshot_bytes == 8 * plan_memory(SPEC, 2, 256, n_snapshot=1).snapshot_bytes
+    assert some.total_bytes == none.total_bytes + some.snapshot_bytes and some.most_slots < none.most_slots
 
 
 def test_bytes_of_a_snapshot_of_flash() -> None:
