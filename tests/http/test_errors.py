@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -48,6 +49,19 @@ async def test_broken_json_names_the_place(make_app: MakeApp, data: bytes, says:
     assert response.status_code == 400
     assert error["type"] == "invalid_request_error"
     assert says in error["message"]
+
+
+@pytest.mark.parametrize("depth", [100, 300, 600, 900, 950, 975, 990, 1100])
+@pytest.mark.parametrize("field", ["guided_json", "json_schema", "structured_outputs", "tool_choice", "metadata", "text"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+async def test_deep_json_is_read_or_refused_but_never_breaks_the_reply(make_app: MakeApp, path: str, field: str, depth: int) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    value = {"tool_choice": '{"type":"function","name":"f","function":{"name":"f"},"z":%s}', "text": '{"format":{"type":"text","z":%s}}'}
+    tools = '[{"type":"function","name":"f","function":{"name":"f"}}]'
+    body = f'{{"input":"x","messages":[{{"content":"x"}}],"tools":{tools},"{field}":{value.get(field, "%s") % deep}}}'
+    response = await make_app().test_client().post(path, data=body)
+    text = await response.get_data(as_text=True)  # what is told back may be too deep for a reader of Python's
+    assert response.status_code == 200 or any(word in check_shape(json.loads(text))["message"] for word in ("deep", "recursion"))
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,24 @@ def test_the_transcript_of_a_stream(make_server: MakeServer) -> None:
     assert last["output"] == [told[8]["item"], told[15]["item"]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"a": 10**30}},
+        {"text": {"format": {"type": "text", "a": -(10**30)}}},
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "object", "default": 10**30}}}},
+        {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "f", "a": 10**30}},
+    ],
+)
+async def test_numbers_of_any_size_are_told_back_as_they_came(make_app: MakeApp, fields: dict[str, Any], stream: bool) -> None:
+    body = {"input": "x", "stream": stream, "max_output_tokens": 3, **fields}
+    response = await make_app().test_client().post("/v1/responses", data=json.dumps(body))
+    text = await response.get_data(as_text=True)
+    last = json.loads(text.strip().rpartition("data: ")[2])["response"] if stream else json.loads(text)
+    assert response.status_code == 200 and {name: last[name] for name in fields} == fields
+
+
 async def test_a_response_has_every_member(make_app: MakeApp) -> None:
     fields = {"temperature": 0.5, "max_output_tokens": 20, "metadata": {"a": "b"}, "instructions": "be", "reasoning": {"effort": "none"}}
     _, response = await post(make_app(), model="m", **fields)

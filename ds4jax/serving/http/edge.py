@@ -12,13 +12,14 @@ from hypercorn.typing import ASGIReceiveCallable, ASGIReceiveEvent, ASGISendCall
 from quart import Response, request
 
 from ds4jax.config import ServerConfig
-from ds4jax.errors import Ds4jaxError, EngineStoppedError
+from ds4jax.errors import Ds4jaxError, EngineStoppedError, RequestError
 from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http import thinking
 from ds4jax.serving.http.call import Call, ModelNotFoundError
 from ds4jax.serving.http.choice import SHUTTING_DOWN
 from ds4jax.serving.http.conversation import Served
 from ds4jax.serving.http.generation import Generation
+from ds4jax.serving.http.strict_json import TOO_DEEP
 from ds4jax.serving.http.trace import TraceFile
 from ds4jax.serving.metrics import Metrics
 from ds4jax.text.dsml import ReplayMemory
@@ -64,7 +65,7 @@ class Edge:
         client: ClientConnection = cast(dict[str, Any], request.scope)[_CLIENT]
         body = await self._body()
         try:
-            call = await asyncio.to_thread(read, body)
+            call = await asyncio.to_thread(_read, read, body)
             self.check_model(call.model)
             if client.gone:
                 raise asyncio.CancelledError
@@ -85,7 +86,7 @@ class Edge:
 
         It runs in a worker thread: a long prompt takes longer to parse and encode than other streams may wait.
         """
-        return await asyncio.to_thread(read, await self._body())
+        return await asyncio.to_thread(_read, read, await self._body())
 
     @staticmethod
     async def _body() -> bytes:
@@ -159,6 +160,14 @@ class ReleaseAtEnd:
             await self._app(scope, watched_receive, send)
         finally:
             client.leave()
+
+
+def _read(read: Callable[[bytes], T], body: bytes) -> T:
+    """Read a body; one so deep that a part of it could be decoded and not be written again is told so."""
+    try:
+        return read(body)
+    except RecursionError:
+        raise RequestError(TOO_DEEP) from None
 
 
 def json_response(body: Any, status: int = 200) -> Response:

@@ -18,6 +18,7 @@ from ds4jax.serving.http.responses_input import Item, forms_of_results, read_inp
 from ds4jax.serving.http.responses_store import ResponseStore, StoredResponse
 from ds4jax.serving.http.responses_thoughts import HiddenThoughts
 from ds4jax.serving.http.responses_tools import Form, ToolEntry, read_tools
+from ds4jax.serving.http.strict_json import raw_default
 from ds4jax.serving.http.thinking import Effort, resolve
 from ds4jax.serving.http.unsupported import reject_unsupported
 from ds4jax.text.chat import Message
@@ -41,10 +42,19 @@ class TextConfig(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
-class EchoedTools(msgspec.Struct):
-    """The tools of a body as they were sent, for the response to repeat."""
+class EchoedText(msgspec.Struct):
+    """The member of `text` that a response repeats."""
+
+    format: msgspec.Raw = raw_default(b"null")
+
+
+class Echoed(msgspec.Struct):
+    """What a response repeats as it was sent: JSON may hold larger numbers, and nest deeper, than the writer of replies takes."""
 
     tools: list[msgspec.Raw] | None = None
+    tool_choice: msgspec.Raw = raw_default(b"null")
+    metadata: msgspec.Raw = raw_default(b"null")
+    text: EchoedText | None = None
 
 
 class ResponsesBody(ConversationBody, kw_only=True):
@@ -109,6 +119,7 @@ def read(data: bytes, served: Served, store: ResponseStore, hidden: HiddenThough
         form=("text.format", form),
     )
     is_kept = body.store is not False
+    sent = msgspec.json.decode(data, type=Echoed)
     return ResponseCall(
         endpoint="responses",
         id=new_id("resp", "_"),
@@ -123,15 +134,15 @@ def read(data: bytes, served: Served, store: ResponseStore, hidden: HiddenThough
         echo={
             "instructions": body.instructions,
             "max_output_tokens": request.max_tokens if getattr(body, limit_name) is not None else None,
-            "metadata": body.metadata or {},
+            "metadata": orjson.Fragment(bytes(sent.metadata)) if body.metadata else {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": reasoning.effort, "summary": summary},
             "store": is_kept,
             "temperature": request.sampling.temperature,
-            "text": {"format": form or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [orjson.Fragment(bytes(tool)) for tool in msgspec.json.decode(data, type=EchoedTools).tools or []],
+            "text": {"format": orjson.Fragment(bytes(sent.text.format)) if form and sent.text else {"type": "text"}},
+            "tool_choice": orjson.Fragment(bytes(sent.tool_choice)) if body.tool_choice else "auto",
+            "tools": [orjson.Fragment(bytes(tool)) for tool in sent.tools or []],
             "top_p": request.sampling.top_p,
             "truncation": "disabled",
         },

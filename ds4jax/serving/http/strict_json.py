@@ -11,6 +11,8 @@ from ds4jax.errors import RequestError
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
+TOO_DEEP = "invalid JSON: nested too deeply; send a flatter body"
+
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 _EXPECTED = re.compile(r"^Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`$")
@@ -35,7 +37,7 @@ def decode(data: bytes, body_type: type[Body]) -> Body:
     except UnicodeDecodeError as error:
         raise RequestError(f"invalid JSON: byte {error.start} is not UTF-8; send the body encoded as UTF-8") from None
     except RecursionError:
-        raise RequestError("invalid JSON: nested too deeply; send a flatter body") from None
+        raise RequestError(TOO_DEEP) from None
     except msgspec.ValidationError as error:
         raise _wrong_value(str(error)) from None
     except msgspec.DecodeError as error:
