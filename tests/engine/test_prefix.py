@@ -184,6 +184,15 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert house.answer(*range(40, 60))[0] < 19
 
 
+def test_a_system_prompt_outlives_the_turns_of_a_conversation() -> None:
+    house = House(n_snapshots=4)
+    turns, n = [*SYSTEM[:60]], 60
+    for i in range(9):
+        turns += [*range(i, i + 10)]
+        turns += house.answer(*turns, marks=(n,))[1][:-1]
+    assert house.answer(*SYSTEM[:60], *range(40, 60))[0] == n
+
+
 def test_a_snapshot_that_cannot_be_taken_costs_nobody_anything() -> None:
     house = House(fail_save=True)
     house.answer(*SYSTEM)

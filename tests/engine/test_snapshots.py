@@ -37,6 +37,14 @@ def test_what_a_session_kept_before_it_went_wrong_is_gone_for_its_forks_too() ->
     assert pool.find([20, 20, 20]) == Found(0, 5, frozenset({0, 1}))
 
 
+def test_shared_ones_are_pinned_up_to_half_of_the_pool() -> None:
+    pool = SnapshotPool(4)
+    places = [pool.add(0, position, never, is_shared=position < 3) for position in range(1, 5)]
+    assert [pool.add(0, position, never) for position in (5, 6, 7)] == [places[2], places[3], places[2]]
+    assert pool.add(0, 8, never, is_shared=True) == places[3]
+    assert pool.add(0, 9, never) == places[0]  # three of four are shared now: the oldest of all goes
+
+
 def test_a_pool_without_places_keeps_nothing() -> None:
     assert SnapshotPool(0).add(0, 5, never) is None
 

@@ -110,7 +110,7 @@ class SlotTable:
         self._slots[choice.slot].session = session
         if choice.snapshot is not None:
             assert choice.source is not None
-            self.snapshots.touch(choice.snapshot)
+            self.snapshots.touch(choice.snapshot, is_shared=choice.source != choice.slot)
             if choice.source != choice.slot:
                 self.snapshots.fork(choice.source, choice.slot, choice.n_cached)
         self.snapshots.cut(choice.slot, choice.n_cached)
@@ -141,7 +141,8 @@ class SlotTable:
         def is_same(home: int) -> bool:
             return self._n_shared(self._slots[home], session.tokens[: session.n_fed + 1]) == session.n_fed
 
-        return self.snapshots.add(session.slot, session.n_fed, is_same)
+        is_shared = session.request is not None and session.n_fed in session.request.marks
+        return self.snapshots.add(session.slot, session.n_fed, is_same, is_shared=is_shared)
 
     def builder_of(self, prompt: Sequence[int], n_cached: int) -> tuple[Session, int] | None:
         """Find a session that is computing more of a prompt than n_cached tokens, and up to where it will take a snapshot of it.

@@ -20,6 +20,7 @@ class _Snapshot:
     position: int
     homes: set[int]
     used_at: int
+    is_shared: bool = False  # by several conversations, or likely to be
 
 
 class SnapshotPool:
@@ -27,7 +28,10 @@ class SnapshotPool:
 
     A snapshot holds no tokens: it belongs to the first `position` tokens of its homes, which are the same in all of them. A home that is
     cut below that position is one no longer, and a snapshot without a home is gone, for its rows are nowhere.
-    Nothing needs to be pinned: what is enqueued runs in order, so a place can be given away while a copy from it is under way.
+    A place can be given away while a copy from it is under way, for what is enqueued runs in order.
+
+    The least recently used goes first. Shared ones are pinned as long as they are no more than half: conversations under way take
+    snapshots at every turn, and would drive out the system prompt that the next conversation begins with.
     """
 
     def __init__(self, n_entry: int) -> None:
@@ -51,38 +55,40 @@ class SnapshotPool:
         """Position of the latest snapshot of what a slot holds; 0 if there is none."""
         return max((entry.position for entry in self._entries if entry is not None and slot in entry.homes), default=0)
 
-    def touch(self, index: int) -> None:
-        """Note that a snapshot was used."""
+    def touch(self, index: int, *, is_shared: bool = False) -> None:
+        """Note that a snapshot was used. is_shared: for more than the conversation that it was taken of."""
         entry = self._entries[index]
         assert entry is not None
         self._clock += 1
-        entry.used_at = self._clock
+        entry.used_at, entry.is_shared = self._clock, entry.is_shared or is_shared
 
-    def add(self, slot: int, position: int, is_same: Callable[[int], bool]) -> int | None:
+    def add(self, slot: int, position: int, is_same: Callable[[int], bool], *, is_shared: bool = False) -> int | None:
         """Find a place for a snapshot of a slot at a position: a free one, or that of the least recently used.
 
         is_same: whether another slot's first `position` tokens are those of this one; a snapshot of them then serves both.
-        Returns None if there is such a snapshot already, or no pool.
+        is_shared: other conversations are likely to begin with it. Returns None if there is such a snapshot already, or no pool.
         """
         for index, entry in enumerate(self._entries):
             if entry is not None and entry.position == position and (slot in entry.homes or is_same(next(iter(entry.homes)))):
                 entry.homes.add(slot)
-                self.touch(index)
+                self.touch(index, is_shared=is_shared)
                 return None
         if not self._entries:
             return None
-        index = min(range(len(self._entries)), key=self._age)
+        index = self._next_to_go()
         self._entries[index] = _Snapshot(position, {slot}, 0)
-        self.touch(index)
+        self.touch(index, is_shared=is_shared)
         return index
 
-    def _age(self, index: int) -> int:
-        entry = self._entries[index]
-        return -1 if entry is None else entry.used_at
+    def _next_to_go(self) -> int:
+        n_shared = sum(entry is not None and entry.is_shared for entry in self._entries)
+        pins = 2 * n_shared <= len(self._entries)
 
-    def remove(self, index: int) -> None:
-        """Forget a snapshot that could not be taken."""
-        self._entries[index] = None
+        def worth(index: int) -> tuple[bool, int]:
+            entry = self._entries[index]
+            return (False, -1) if entry is None else (entry.is_shared and pins, entry.used_at)
+
+        return min(range(len(self._entries)), key=worth)
 
     def cut(self, slot: int, position: int) -> None:
         """Note that a slot keeps its first `position` tokens only."""
