@@ -18,6 +18,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ds4jax.errors import GrammarError, RequestError
+from ds4jax.text.dsml.strict import StrictCalls, calls_grammar
 from ds4jax.text.tokenizer import Tokenizer
 
 LONGEST_GRAMMAR = 128 << 10  # characters; twice as many cost four times as much
@@ -29,14 +30,17 @@ _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 # As many blanks as one would indent by, and no more: a model that begins to write blanks may never end.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
-Kind = Literal["json_schema", "regex", "choice", "grammar"]
+_JSON_OPTIONS = {"lenient": True, "whitespace_pattern": _WHITE_SPACE}
+
+Kind = Literal["json_schema", "regex", "choice", "grammar", "calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What an answer has to look like.
 
-    text: a JSON schema, a regular expression, the JSON list of the possible answers, or a grammar in the notation of Lark or GBNF.
+    text: a JSON schema, a regular expression, the JSON list of the possible answers, a grammar in the notation of Lark or GBNF, or what
+    `calls_grammar` has written.
     param: the field of the request that has it. is_lenient: what cannot be enforced of a schema is no error but is left out.
     """
 
@@ -89,17 +93,23 @@ class GrammarCompiler:
     """Compile grammars over the vocabulary of a tokenizer. Thread safe. Making one takes half a second of a large vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._end_id, self._dsml_id = tokenizer.eos_id, tokenizer.dsml_id
+        self._end_id, self.mark_id = tokenizer.eos_id, tokenizer.dsml_id
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Description(tokenizer)))
 
-    def compile(self, grammar: Grammar, *, or_calls: bool = False) -> CompiledGrammar:
-        """Compile a grammar; or_calls: so that a block of tool calls is as good as an answer.
+    def compile_calls(self, calls: StrictCalls, param: str) -> CompiledGrammar:
+        """Compile what a block of tool calls has to look like. Raises RequestError naming `param`."""
+        return self.compile(Grammar("calls", self._lark_of(calls), param))
+
+    def compile(self, grammar: Grammar, *, or_calls: bool = False, calls: StrictCalls | None = None) -> CompiledGrammar:
+        """Compile a grammar; or_calls: so that a block of tool calls is as good as an answer, one like `calls` if that is given.
 
         Raises RequestError naming its field if it is no grammar, or one that is too large.
         """
         _check_size(grammar)
         try:
-            text = self._with_calls(grammar) if or_calls and self._dsml_id is not None else _TRANSLATE[grammar.kind](grammar)
+            text = _TRANSLATE[grammar.kind](grammar)
+            if or_calls and self.mark_id is not None:
+                text = self._or_calls(text, calls)
         except Exception as error:  # the translation of GBNF raises whatever it does not expect
             raise _refusal(grammar, str(error)) from None
         limits = llguidance.LLParserLimits(
@@ -115,12 +125,18 @@ class GrammarCompiler:
             raise _refusal(grammar, error.reason) from None
         return CompiledGrammar(begin, first_mask, self._end_id)
 
-    def _with_calls(self, grammar: Grammar) -> str:
-        """Leave open, with the first token, whether an answer comes or a block of calls; the parser of calls ends the text."""
-        mark = f"<[{self._dsml_id}]>"
-        either = f'start: @answer | calls\ncalls: "\\n\\n<" {mark} "tool_calls>" (/(.|\\n)+/ | {mark})*'
-        (answer,) = json.loads(_TRANSLATE[grammar.kind](grammar))["grammars"]
-        return json.dumps({"grammars": [{"name": "reply", "lark_grammar": either}, {**answer, "name": "answer"}]})
+    def _lark_of(self, calls: StrictCalls) -> str:
+        assert self.mark_id is not None
+        return calls_grammar(calls, self.mark_id, _JSON_OPTIONS)
+
+    def _or_calls(self, text: str, calls: StrictCalls | None) -> str:
+        """Leave open, with the first token, whether an answer comes or a block of calls; the parser of calls ends a block of any form."""
+        mark = f"<[{self.mark_id}]>"
+        either = f'start: @answer | "\\n\\n<" {mark} @block'
+        block = f'start: "tool_calls>" (/(.|\\n)+/ | {mark})*' if calls is None else self._lark_of(calls)
+        (answer,) = json.loads(text)["grammars"]
+        others = [{**answer, "name": "answer"}, {"name": "block", "lark_grammar": block}]
+        return json.dumps({"grammars": [{"name": "reply", "lark_grammar": either}, *others]})
 
 
 class _Description:
@@ -166,6 +182,7 @@ _TRANSLATE: dict[Kind, Callable[[Grammar], str]] = {
     "regex": lambda grammar: llguidance.LLMatcher.grammar_from_regex(grammar.text),
     "choice": _from_choice,
     "grammar": lambda grammar: _from_lark(any_to_lark(grammar.text)),
+    "calls": lambda grammar: _from_lark(grammar.text),
 }
 
 
@@ -185,7 +202,7 @@ def _check_size(grammar: Grammar) -> None:
 
 
 def _refusal(grammar: Grammar, reason: str) -> RequestError:
-    noun = {"json_schema": "schema", "regex": "expression", "choice": "list", "grammar": "grammar"}[grammar.kind]
+    noun = {"json_schema": "schema", "regex": "expression", "choice": "list", "grammar": "grammar", "calls": "set of tools"}[grammar.kind]
     return RequestError(f"{grammar.param}: this {noun} cannot be enforced ({_reason(reason)}); mend or simplify it", grammar.param)
 
 

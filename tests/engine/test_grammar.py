@@ -78,7 +78,8 @@ def expected(request: GenerateRequest) -> tuple[list[int], FinishReason]:
     history, out, answer = list(request.prompt), list[int](), list[int]() if after in (None, request.prompt[-1]) else None
     limit = min(N_CTX - len(history), request.max_tokens or N_CTX)
     while True:
-        allowed = {token for token in range(V) if token != END} if answer is None else rule.allowed(answer)
+        free = {token for token in range(V) if token != END or request.constraint.may_end_before}
+        allowed = free if answer is None else rule.allowed(answer)
         token = next_token(history, request.sampling.seed or 0, allowed)
         if token in request.stop_token_ids or (answer is not None and token == END):
             return out, FinishReason.STOP
@@ -103,11 +104,12 @@ def engine_over(device: FakeDevice) -> tuple[EngineCore, FakeClock]:
 
 
 constraints = st.builds(
-    lambda divisor, longest, fail_at, after: Constraint(Rule(divisor, longest, fail_at), after),
+    lambda divisor, longest, fail_at, after, may_end: Constraint(Rule(divisor, longest, fail_at), after, may_end),
     st.integers(1, 6),
     st.sampled_from([1, 2, 7, 100]),
     st.sampled_from([-1, -1, 1, 4]),
     st.sampled_from([None, MARKER, 5, 40]),
+    st.booleans(),
 )
 requests = st.builds(
     lambda prompt, max_tokens, seed, stops, constraint: GenerateRequest(

@@ -17,7 +17,7 @@ from ds4jax.config import ServerConfig
 from ds4jax.serving.engine.api import Constraint
 from ds4jax.serving.http.app import create_app
 from tests.http.conftest import MakeApp, MakeEngine, Server
-from tests.http.fakes import END_THINK_ID, EOS_ID
+from tests.http.fakes import DSML_ID, END_THINK_ID, EOS_ID
 from tests.model.oracle import SMOOTH
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -32,6 +32,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 WRAPPED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 FLAT = {"type": "json_schema", "name": "n", "schema": SCHEMA}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STRICT: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
 
 
 async def asked(app: Any, engine: Any, path: str, body: dict[str, Any]) -> Constraint | None:
@@ -113,13 +114,36 @@ async def test_it_holds_behind_the_reasoning(make_app: MakeApp, make_engine: Mak
         assert constraint is not None and (constraint.after, constraint.grammar.end_id) == (after, EOS_ID)
 
 
-async def test_beside_tools_a_call_is_as_good_and_a_forced_call_is_no_answer(make_app: MakeApp, make_engine: MakeEngine) -> None:
+async def test_beside_tools_a_call_is_as_good_and_a_forced_call_comes_instead(make_app: MakeApp, make_engine: MakeEngine) -> None:
     engine = make_engine()
     app = make_app(engine)
     body = CHAT[1] | {"response_format": WRAPPED, "tools": [TOOL]}
     assert may_begin_with(await asked(app, engine, CHAT[0], body)) == {"{", "\n"}
     assert may_begin_with(await asked(app, engine, CHAT[0], body | {"tool_choice": "none"})) == {"{"}
-    assert await asked(app, engine, CHAT[0], body | {"tool_choice": "required"}) is None
+    assert may_begin_with(await asked(app, engine, CHAT[0], body | {"tool_choice": "required"})) == {" "}
+    named = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
+    assert may_begin_with(await asked(app, engine, CHAT[0], body | named)) == {"<"}
+
+
+@pytest.mark.parametrize(
+    ("api", "tools"),
+    [
+        (CHAT, [STRICT]),
+        (MESSAGES, [{"name": "f", "input_schema": SCHEMA, "strict": True}]),
+        (RESPONSES, [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}]),
+    ],
+)
+async def test_strict_tools_are_held_to_their_schemas_once_a_call_begins(
+    make_app: MakeApp, make_engine: MakeEngine, api: Any, tools: list[dict[str, Any]]
+) -> None:
+    engine = make_engine()
+    app = make_app(engine)
+    path, body = api
+    constraint = await asked(app, engine, path, body | {"tools": tools})
+    assert constraint is not None and (constraint.after, constraint.may_end_before) == (DSML_ID, True)
+    assert may_begin_with(constraint) == {"t"}
+    loose = json.loads(json.dumps(tools).replace('"strict": true', '"strict": false'))
+    assert await asked(app, engine, path, body | {"tools": loose}) is None
 
 
 async def test_choices_of_one_prompt_share_a_grammar(make_app: MakeApp, make_engine: MakeEngine) -> None:
@@ -186,11 +210,18 @@ class Person(BaseModel):
     likes: list[Literal["tea", "cake"]] = Field(max_length=2)
 
 
+class Guess(BaseModel):
+    """What this client sends whole: of numbers and lists it tells the bounds in words alone."""
+
+    name: Literal["Ann", "Bob", "Zoë"]
+    sure: bool
+
+
 @pytest.fixture(scope="module")
 def real(engines: Callable[[str], Engine]) -> Iterator[tuple[Server, Engine]]:
     """A server over a small model with random weights, which by itself writes nothing that makes sense."""
     engine = engines(SMOOTH.name)
-    server = Server(create_app(engine, engine.model.tokenizer, ServerConfig(default_max_tokens=400)), 0.0)
+    server = Server(create_app(engine, engine.model.tokenizer, ServerConfig(default_max_tokens=400, tool_prompt="{tools}")), 0.0)
     yield server, engine
     server.stop()
     assert engine.stats().compile_misses == 0
@@ -249,9 +280,26 @@ def test_text_completions_and_vllms_fields(real: tuple[Server, Engine]) -> None:
 
 def test_anthropic_parse(real: tuple[Server, Engine]) -> None:
     with anthropic.Anthropic(base_url=real[0].url, api_key="none", max_retries=0) as client:
-        message = client.messages.parse(model="m", max_tokens=400, messages=ASK, thinking={"type": "disabled"}, output_format=Person)
-    assert isinstance(message.parsed_output, Person)
+        message = client.messages.parse(model="m", max_tokens=400, messages=ASK, thinking={"type": "disabled"}, output_format=Guess)
+    assert isinstance(message.parsed_output, Guess)
     assert message.stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Person"}}])
+def test_openai_strict_tools(real: tuple[Server, Engine], choice: Any) -> None:
+    with openai_client(real[0]) as client:
+        for seed in range(2):
+            parsed = client.chat.completions.parse(
+                model="m",
+                messages=ASK,
+                tools=[openai.pydantic_function_tool(Person)],
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                seed=seed,
+            )
+            (call,) = parsed.choices[0].message.tool_calls or []
+            assert isinstance(call.function.parsed_arguments, Person)
+            assert parsed.choices[0].finish_reason == "tool_calls"
 
 
 async def test_many_at_once_and_those_that_leave(real: tuple[Server, Engine]) -> None:

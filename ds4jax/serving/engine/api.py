@@ -93,14 +93,16 @@ class CompiledGrammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the answer of a request has to look like.
+    """What the reply of a request has to look like, or a part of it.
 
-    after: the token that ends the reasoning. The grammar holds for what is drawn behind it, and before it the text cannot end. None, or
-    a prompt that ends with that token: it holds from the first token. A complete answer ends the request, whatever its minimum length.
+    after: a token such as the one that ends the reasoning. The grammar holds for what is drawn behind it, and before it the text cannot
+    end unless it may_end_before. None, or a prompt that ends with that token: the grammar holds from the first token.
+    A text that is complete by the grammar ends the request, whatever its minimum length.
     """
 
     grammar: CompiledGrammar
     after: int | None = None
+    may_end_before: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class GenerateRequest:
     prompt: token ids, at least one. max_tokens: None means as many as the slot's context allows.
     A sampled token in stop_token_ids ends the request; it is not delivered as a Token event but is counted nowhere.
     marks: numbers of leading tokens that other prompts are likely to share, such as those of a system prompt.
+    conversation: what the client calls it, if anything: a new prompt of it may take the place of its last one sooner than of others'.
     """
 
     prompt: tuple[int, ...]
@@ -119,6 +122,7 @@ class GenerateRequest:
     adjustments: Adjustments = NO_ADJUSTMENTS
     constraint: Constraint | None = None
     marks: tuple[int, ...] = ()
+    conversation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from ds4jax.errors import Ds4jaxError
+from ds4jax.model.mask import NEVER
 from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, Matcher, SamplingParams
 from ds4jax.serving.engine.device import MASKED, UNMASKED, MaskRule, Row
 
@@ -191,7 +192,7 @@ class Session:
             return MASKED
         if self._constraint is None or self._constraint.after is None:
             return UNMASKED
-        return MaskRule(self._constraint.after, self._constraint.grammar.end_id)
+        return MaskRule(self._constraint.after, NEVER if self._constraint.may_end_before else self._constraint.grammar.end_id)
 
     @property
     def _constraint_end(self) -> int | None:

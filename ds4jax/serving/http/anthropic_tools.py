@@ -21,6 +21,7 @@ class ToolEntry(msgspec.Struct):
     name: str = ""
     description: str | None = None
     input_schema: msgspec.Raw = raw_default(b"null")
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -61,4 +62,4 @@ def _tool(place: str, entry: ToolEntry) -> Tool:
     schema = bytes(entry.input_schema)
     if not schema.startswith(b"{"):
         raise RequestError(f"{place}.input_schema: expected a JSON schema, which is an object", f"{place}.input_schema")
-    return function_tool(entry.name, entry.description, schema)
+    return function_tool(entry.name, entry.description, schema, is_strict=entry.strict is True)

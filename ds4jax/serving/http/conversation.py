@@ -95,8 +95,6 @@ def request_of(
     """
     tokenizer = served.tokenizer
     grammar = read_grammar(body, form)
-    if tool_use is not None and tool_use.is_forced:
-        grammar = None  # the reply has no answer: it is a call
     after = tokenizer.end_think_id if prompt.opens_reasoning else None
     # Without thinking the think tags end a reply too: it must not contain them.
     tags = () if prompt.thinks else (tokenizer.think_id, tokenizer.end_think_id)
@@ -107,9 +105,10 @@ def request_of(
     return GenerateRequest(
         prompt=prompt.ids,
         marks=shared_beginnings(prompt.ids, tokenizer),
+        conversation=body.prompt_cache_key,
         max_tokens=max_tokens,
         sampling=body.sampling(),
         stop_token_ids=body.stop_tokens(tokenizer, tokenizer.eos_id, *tags),
         adjustments=body.adjustments(tokenizer, max_tokens),
-        constraint=constrain(grammar, served.grammars, after=after, or_calls=tool_use is not None),
+        constraint=constrain(grammar, served.grammars, after=after, tool_use=tool_use),
     )

@@ -17,6 +17,7 @@ class Function(msgspec.Struct):
     """What is looked at in the description of a function; the model reads all of it."""
 
     name: str
+    strict: bool | None = None
 
 
 class ToolEntry(msgspec.Struct):
@@ -81,12 +82,12 @@ def _tool(place: str, entry: ToolEntry) -> Tool:
         raise RequestError(f"{place}.type: got {entry.type!r}; this server knows tools of type 'function' alone", f"{place}.type")
     at = f"{place}.function"
     try:
-        name = msgspec.json.decode(entry.function, type=Function).name
+        function = msgspec.json.decode(entry.function, type=Function)
     except msgspec.ValidationError:
         raise RequestError(f"{at}: expected an object with a `name`", at) from None
-    if not name:
+    if not function.name:
         raise RequestError(f"{at}.name: the name is empty; give the function one", f"{at}.name")
-    return Tool(name, bytes(entry.function).decode().strip())
+    return Tool(function.name, bytes(entry.function).decode().strip(), function.strict is True)
 
 
 def _call(place: str, call: HistoryCall) -> ToolCall:

@@ -33,6 +33,7 @@ class ToolEntry(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: msgspec.Raw = raw_default(b"null")
+    strict: bool | None = None
     format: ToolFormat | None = None
     execution: str | None = None
     tools: list[ToolEntry] | None = None
@@ -104,7 +105,8 @@ def _use(tools: Sequence[Tool], choice: str | dict[str, Any] | None, parallel: b
 
 
 def _function(place: str, entry: ToolEntry, namespace: str | None) -> Tool:
-    return function_tool((namespace or "") + _named(place, entry), entry.description, _parameters(place, entry))
+    name = (namespace or "") + _named(place, entry)
+    return function_tool(name, entry.description, _parameters(place, entry), is_strict=entry.strict is True)
 
 
 def _custom(place: str, entry: ToolEntry, namespace: str | None) -> Tool:

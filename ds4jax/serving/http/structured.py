@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ds4jax.errors import RequestError
 from ds4jax.serving.engine.api import Constraint
+from ds4jax.serving.http.tool_use import ToolUse
 from ds4jax.text.grammar import Grammar, GrammarCompiler
 
 MOST_CHOICES = 10_000
@@ -135,9 +136,19 @@ def _written(schema: Mapping[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- for the engine
-def constrain(grammar: Grammar | None, compiler: GrammarCompiler, *, after: int | None = None, or_calls: bool = False) -> Constraint | None:
-    """Compile what an answer has to look like, None for anything.
+def constrain(
+    grammar: Grammar | None, compiler: GrammarCompiler, *, after: int | None = None, tool_use: ToolUse | None = None
+) -> Constraint | None:
+    """Compile what a reply has to look like, None for anything.
 
-    after: the token that ends the reasoning before it, if there is any. or_calls: calls of tools may come instead. Raises RequestError.
+    grammar: of the answer. after: the token that ends the reasoning before it, if there is any. tool_use: calls that may come instead; if
+    they have to come, there is no answer. Raises RequestError.
     """
-    return None if grammar is None else Constraint(compiler.compile(grammar, or_calls=or_calls), after)
+    calls = tool_use.strict_calls if tool_use is not None and compiler.mark_id is not None else None
+    if calls is not None and calls.opening != "block":
+        return Constraint(compiler.compile_calls(calls, "tools"))
+    if grammar is not None:
+        return Constraint(compiler.compile(grammar, or_calls=tool_use is not None, calls=calls), after)
+    if calls is not None:
+        return Constraint(compiler.compile_calls(calls, "tools"), compiler.mark_id, may_end_before=True)
+    return None

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from ds4jax.errors import RequestError
-from ds4jax.text.dsml import DsmlParser, Tool, call_opening
+from ds4jax.text.dsml import DsmlParser, StrictCalls, Tool, call_opening
 from ds4jax.text.segments import Segment
 
 NO_IMAGE = "[an image, which you cannot see: you read text alone]"
@@ -35,6 +35,16 @@ class ToolUse:
     def opening(self) -> list[Segment]:
         """What the prompt ends with so that the reply has to go on with a call. It leaves no room for reasoning before it."""
         return call_opening(self.forced_name) if self.is_forced else []
+
+    @property
+    def strict_calls(self) -> StrictCalls | None:
+        """What the calls have to look like, from where the model writes them; None where nobody asks for it."""
+        if not self.is_forced:
+            return StrictCalls(self.tools, "block", self.parallel) if any(tool.is_strict for tool in self.tools) else None
+        if self.forced_name is None:
+            return StrictCalls(self.tools, "call", self.parallel)
+        named_first = sorted(self.tools, key=lambda tool: tool.name != self.forced_name)
+        return StrictCalls(named_first, "parameters", self.parallel)
 
     def parser(self) -> DsmlParser:
         """Make the parser of one reply."""
@@ -61,7 +71,7 @@ def settle(
     return ToolUse(tools, parallel, is_forced, name, id_prefix) if tools and mode != "none" else None
 
 
-def function_tool(name: str, description: str | None, parameters: bytes | None) -> Tool:
+def function_tool(name: str, description: str | None, parameters: bytes | None, *, is_strict: bool = False) -> Tool:
     """Describe a tool as the model knows tools, whatever API it came through.
 
     parameters: the JSON text of a schema. It stays byte for byte, so that a prompt changes only when a client's text does.
@@ -71,4 +81,4 @@ def function_tool(name: str, description: str | None, parameters: bytes | None) 
         schema["description"] = description
     if parameters is not None:
         schema["parameters"] = msgspec.Raw(parameters.strip())
-    return Tool(name, msgspec.json.encode(schema).decode())
+    return Tool(name, msgspec.json.encode(schema).decode(), is_strict)

@@ -15,6 +15,7 @@ From the model, `TextStream(..., tools=DsmlParser(new_id, parallel=...))` gives 
 The pieces of a call's arguments are the JSON text of an object once its CallEnd has come; a call without one was cut or broken and must
 not be run. Text never raises: what only looks like calls comes as text, and `DsmlParser.error` tells what broke after a call had begun.
 
+    StrictCalls(tools, opening, parallel)                       what a block must look like, for a `GrammarCompiler`
     CallCollector.take(events), .calls                          whole calls as ToolCall(id, name, arguments)
     ReplayMemory.remember(text, calls), .recall(calls)          a block's text, `DsmlParser.block_text`, by the ids of its calls
 """
@@ -23,6 +24,7 @@ from ds4jax.text.dsml.calls import ArgumentsDelta, CallCollector, CallEnd, CallE
 from ds4jax.text.dsml.parser import DsmlParser, ParserEvent, Rejected
 from ds4jax.text.dsml.render import TOOLS_MARK, call_block, call_opening, replayed_block, tool_prompt, tool_result
 from ds4jax.text.dsml.replay import ReplayMemory
+from ds4jax.text.dsml.strict import StrictCalls
 
 __all__ = [
     "TOOLS_MARK",
@@ -35,6 +37,7 @@ __all__ = [
     "ParserEvent",
     "Rejected",
     "ReplayMemory",
+    "StrictCalls",
     "Tool",
     "ToolCall",
     "call_block",

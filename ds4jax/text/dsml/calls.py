@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool that the model may call; schema is the JSON text that describes it, shown to the model as it is."""
+    """One tool that the model may call.
+
+    schema: the JSON text that describes it, shown to the model as it is. is_strict: calls have to follow it.
+    """
 
     name: str
     schema: str
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
