@@ -28,13 +28,13 @@ class House:
         config = EngineConfig(slots=self.device.n_slots, ctx=N_CTX, prefill_quantum=16, mixed_prefill_quantum=4)
         self.core = EngineCore(self.device, config, self.clock)
 
-    def ask(self, *prompt: int, n: int = 5, marks: tuple[int, ...] = ()) -> int:
-        self.asked = GenerateRequest(prompt, n, SamplingParams(seed=0), marks=marks)
+    def ask(self, *prompt: int, n: int = 5, **more: Any) -> int:
+        self.asked = GenerateRequest(prompt, n, SamplingParams(seed=0), **more)
         return self.core.submit(self.asked)
 
-    def answer(self, *prompt: int, n: int = 5, marks: tuple[int, ...] = ()) -> tuple[int, list[int]]:
+    def answer(self, *prompt: int, n: int = 5, **more: Any) -> tuple[int, list[int]]:
         """Ask and wait: tokens found in the cache, and the answer, which is checked."""
-        request_id = self.ask(*prompt, n=n, marks=marks)
+        request_id = self.ask(*prompt, n=n, **more)
         run(self.core, self.clock, self.record)
         tokens = self.record.tokens(request_id)
         assert tokens == alone(self.asked, N_CTX)
@@ -163,6 +163,14 @@ def test_a_fork_keeps_what_it_was_made_of_when_the_first_slot_is_given_away() ->
     house.answer(*SYSTEM, 5, 6, 7, 8)
     house.answer(*range(30, 60))  # takes the first slot
     assert house.answer(*SYSTEM, 9, 9)[0] == len(SYSTEM)
+
+
+def test_a_conversation_that_was_cut_takes_its_own_place_and_not_anothers() -> None:
+    house = House(n_slots=2)
+    _, reply = house.answer(*SYSTEM[:40], conversation="a")  # left the longest ago
+    house.answer(*range(40, 80), conversation="b")
+    house.answer(*range(60, 80), conversation="b")
+    assert house.answer(*SYSTEM[:40], *reply[:-1], 3, conversation="a")[0] == 40 + len(reply) - 1
 
 
 # ---------------------------------------------------------------- limits and failures

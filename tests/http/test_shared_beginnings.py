@@ -35,6 +35,19 @@ async def test_the_system_prompt_is_marked(
     assert byte_tokenizer().decode(engine.requests[1].prompt[:mark]) == beginning
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_conversation_has_the_name_that_its_client_gives_it(make_app: MakeApp, make_engine: MakeEngine, path: str) -> None:
+    engine = make_engine()
+    client = make_app(engine).test_client()
+    body: dict[str, Any] = (
+        {"prompt_cache_key": "mine", "messages": [USER]} if "chat" in path else {"prompt_cache_key": "mine", "input": "hi"}
+    )
+    await client.post(path, json=body)
+    await client.post(path, json=body, headers={"X-Session-Id": "of the header"})
+    await client.post(path, json=body | {"prompt_cache_key": None})
+    assert [engine.requests[i].conversation for i in (1, 2, 3)] == ["mine", "of the header", None]
+
+
 async def test_raw_text_has_no_marks(make_app: MakeApp, make_engine: MakeEngine) -> None:
     engine = make_engine()
     await make_app(engine).test_client().post("/v1/completions", json={"prompt": "hello"})

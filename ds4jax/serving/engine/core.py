@@ -219,7 +219,7 @@ class EngineCore:
         for session in list(self._waiting):
             if session.awaits_builder:
                 continue
-            choice = self._slots.choose(session.tokens)
+            choice = self._slots.choose(session.tokens, session.request.conversation if session.request else None)
             if choice is None:
                 return
             session.builder = self._slots.builder_of(session.tokens, choice.n_cached) if self._device.n_snapshots else None

@@ -40,6 +40,7 @@ class _Slot:
     history: list[int] = field(default_factory=list)  # what may be continued; [] also when the contents cannot be trusted
     empty: bool = True  # at position 0: nothing to clear
     prompt_end: int = 0  # what follows in the history was generated
+    conversation: str | None = None
     freed_at: int = 0  # order of releases, for the least recently used
 
 
@@ -63,12 +64,13 @@ class SlotTable:
         return (slot.session for slot in self._slots if slot.session is not None)
 
     # ------------------------------------------------------------ coming and going
-    def choose(self, prompt: Sequence[int]) -> Choice | None:
+    def choose(self, prompt: Sequence[int], conversation: str | None = None) -> Choice | None:
         """Choose a free slot for a prompt, or None when all are taken.
 
         What saves most of the prompt is taken: a free slot whose whole history begins the prompt, or a snapshot of any slot's
         beginning. Without either, one with nothing to lose, then the one that was left the longest ago. At least one token of
-        the prompt is left to feed: the first logits come from it.
+        the prompt is left to feed: the first logits come from it. A conversation with a name has nothing to lose in a slot of its own:
+        it has been edited, or cut to fit, and will not come back to what is there.
         """
         free = [index for index, slot in enumerate(self._slots) if slot.session is None]
         if not free:
@@ -80,13 +82,13 @@ class SlotTable:
         if live is not None and (found is None or found.position <= shared[live]):
             choice = Choice(live, shared[live], must_clear=False)
         elif found is not None:
-            choice = self._return_to(found, free)
+            choice = self._return_to(found, free, conversation)
         else:
-            index = min(free, key=self._what_is_lost)
+            index = min(free, key=lambda index: self._what_is_lost(index, conversation))
             choice = Choice(index, 0, must_clear=not self._slots[index].empty)
         return choice._replace(parts_at=max(shared))
 
-    def _return_to(self, found: Found, free: Sequence[int]) -> Choice:
+    def _return_to(self, found: Found, free: Sequence[int], conversation: str | None) -> Choice:
         """Choose where a snapshot is restored: where nothing but a generated text is lost, else as for a new prompt.
 
         A conversation that goes on, or asks again, so stays in its slot; one that only begins like another leaves that one alone.
@@ -95,15 +97,16 @@ class SlotTable:
         def loses_a_prompt(index: int) -> bool:
             return index not in found.homes or self._slots[index].prompt_end - found.position > self.spacing
 
-        target = min(free, key=lambda index: (loses_a_prompt(index), *self._what_is_lost(index)))
+        target = min(free, key=lambda index: (loses_a_prompt(index), *self._what_is_lost(index, conversation)))
         slot = self._slots[target]
         source = target if target in found.homes else min(found.homes)
         is_damaged = not slot.history and not slot.empty  # what lies behind the restored rows must at least be finite
         return Choice(target, found.position, is_damaged, found.entry, source)
 
-    def _what_is_lost(self, index: int) -> tuple[bool, int, int]:
+    def _what_is_lost(self, index: int, conversation: str | None) -> tuple[bool, int, int]:
         slot = self._slots[index]
-        return bool(slot.history), slot.freed_at, index
+        is_own = conversation is not None and slot.conversation == conversation
+        return bool(slot.history) and not is_own, slot.freed_at, index
 
     def take(self, choice: Choice, session: Session) -> None:
         """Give a chosen slot to a session."""
@@ -125,7 +128,8 @@ class SlotTable:
         prompt_end = len(history or ()) if session.is_manual else session.prompt_end
         self._releases += 1
         empty = history is not None and not history
-        self._slots[index] = _Slot(None, list(history or ()), empty, prompt_end, freed_at=self._releases)
+        conversation = session.request.conversation if session.request else None
+        self._slots[index] = _Slot(None, list(history or ()), empty, prompt_end, conversation, self._releases)
 
     def forget(self) -> None:
         """Drop the histories of all free slots and all snapshots, because the cache behind them is lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import orjson
@@ -67,6 +68,8 @@ class Edge:
         try:
             call = await asyncio.to_thread(_read, read, body)
             self.check_model(call.model)
+            if conversation := request.headers.get("X-Session-Id"):
+                call = replace(call, requests=[replace(one, conversation=conversation) for one in call.requests])
             if client.gone:
                 raise asyncio.CancelledError
             if (refusal := self.refusal) is not None:

@@ -56,7 +56,8 @@ def read(data: bytes, served: Served) -> CompletionCall:
         max_tokens = completion_limit(
             "max_tokens", body.max_tokens, n_prompt=len(ids), n_ctx=n_ctx, default=config.default_max_tokens, param="prompt"
         )
-        request = GenerateRequest(ids, max_tokens, sampling, stop_token_ids, body.adjustments(tokenizer, max_tokens), constraint)
+        adjustments = body.adjustments(tokenizer, max_tokens)
+        request = GenerateRequest(ids, max_tokens, sampling, stop_token_ids, adjustments, constraint, conversation=body.prompt_cache_key)
         requests += choice_requests(request, n, n_logprobs)
         echoes += [text if body.echo else ""] * n
     return CompletionCall(

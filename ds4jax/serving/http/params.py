@@ -61,6 +61,7 @@ class CommonBody(UnsupportedFields):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prompt_cache_key: str | None = None
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
 
