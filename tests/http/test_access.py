@@ -59,7 +59,9 @@ async def test_the_refusal_has_the_shape_of_each_api(make_app: MakeApp) -> None:
     assert "guess" not in json.dumps(anthropic) and "first-key" not in json.dumps(anthropic)
 
 
-@pytest.mark.parametrize(("path", "status"), [("/", 200), ("/live", 200), ("/ready", 200), ("/health", 200), ("/metrics", 401), ("/nothing", 401)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/", 200), ("/live", 200), ("/ready", 200), ("/health", 200), ("/metrics", 401), ("/nothing", 401)]
+)
 async def test_what_needs_no_key(make_app: MakeApp, path: str, status: int) -> None:
     assert (await make_app(api_keys=KEYS).test_client().get(path)).status_code == status
 
