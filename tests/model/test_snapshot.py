@@ -58,7 +58,7 @@ def test_a_rewind_brings_back_the_small_state_and_touches_nothing_else(kv_quant:
 @pytest.mark.parametrize(("kv_quant", "dtype"), FORMATS)
 def test_a_fork_copies_the_rows_of_its_tokens_and_no_more(kv_quant: str, dtype: str) -> None:
     cache = random_cache(kv_quant, dtype, N_CTX)
-    for position in (1, 4, 127, 128, 1023, 1024, 1025, 2048, N_CTX):
+    for position in (1, 127, 1024, 1025, N_CTX):
         check_fork(at(cache, 2, position), kv_quant, dtype, position)
 
 
