@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,4 +15,6 @@ from ds4jax.model.kernels import launch
 def lower_for_cuda(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *shapes: Any) -> str:
     """Return the lowered text of function(*arguments of these shapes) for a GPU."""
     monkeypatch.setattr(launch, "interpreted", lambda: False)
-    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    with warnings.catch_warnings():  # the newest jax says of its Triton backend what docs/kernels.md does
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
