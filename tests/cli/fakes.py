@@ -17,7 +17,7 @@ class ScriptedEngine:
         self.cancelled: list[int] = []
         self.before_token: Callable[[], None] = lambda: None
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+    def submit(self, request: GenerateRequest, sink: Sink, n_more: int = 0) -> int:
         if self.full:
             raise QueueFullError(4)
         self.requests.append(request)

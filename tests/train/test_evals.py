@@ -33,7 +33,7 @@ class Parrot:
     n_submitted: int = 0
     n_ctx: int = 4096
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+    def submit(self, request: GenerateRequest, sink: Sink, n_more: int = 0) -> int:
         self.n_submitted += 1
         self.waiting.append((self.n_submitted - 1, request, sink))
         assert len(self.waiting) <= self.limit
