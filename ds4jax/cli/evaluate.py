@@ -19,7 +19,7 @@ def evaluate(
     report: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
     backend: BackendOption = "auto",
 ) -> None:
-    """Measure perplexity, stories, tool calls, recall, thinking, and that company changes no reply.
+    """Measure perplexity, stories, tool calls, recall, thinking, and that a reply does not depend on what is asked beside it.
 
     The bars are those of the small model that comes with the package; any other model may be held to them too.
     """

@@ -84,6 +84,8 @@ def open_engine(
     note("getting programs: those not kept from an earlier start are compiled, a few seconds each")
     with program_progress() as on_program:
         engine = Engine(model, config=config, on_plan=lambda plan: note(describe_plan(plan)), on_program=on_program, early=early)
+    if engine.compiling:
+        note("the other batch sizes are compiled meanwhile")
     try:
         yield engine, model.tokenizer
     finally:

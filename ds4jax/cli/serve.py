@@ -41,7 +41,7 @@ def serve(
         ServerConfig.tool_memory_max_ids
     ),
     no_replay: Annotated[bool, typer.Option("--disable-exact-dsml-tool-replay", help="Keep none: write calls anew.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Append every request to this file: prompts, raw replies, times.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Empty this file, then add every request: prompts, raw replies, times.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Short for --backend cpu.")] = False,
     cuda: Annotated[bool, typer.Option("--cuda", help="Short for --backend cuda.")] = False,
