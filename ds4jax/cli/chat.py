@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -66,13 +67,14 @@ class Conversation:
         self.thinking = thinking
         self._system = system
         self.messages: list[Message] = []
+        self._prompt = "> " if sys.stdin.isatty() else ""  # piped questions leave answers alone on stdout
 
     def run(self) -> None:
         """Answer line after line until /quit or the end of input."""
         _enable_line_editing()
         while True:
             try:
-                line = input("> ").strip()
+                line = input(self._prompt).strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
