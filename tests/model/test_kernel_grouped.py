@@ -17,6 +17,7 @@ from ds4jax.model.quant.kernels.blocks import Blocks, cut_into_blocks
 from ds4jax.model.quant.kernels.grouped import Tile
 from tests.model.lowering import lower_for_cuda
 from tests.model.test_quant import random_weight
+from tests.model.tokens import check_company, check_nan
 
 L, E, X, D, F, CLAMP = 2, 3, 2, 512, 256, 7.0
 N_TOKEN = 12  # of which more choose an expert than a block holds
@@ -109,22 +110,11 @@ def test_planes_of_q4_k_are_its_weights() -> None:
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), n_chosen=st.integers(X, E))
 def test_a_token_ignores_its_index_its_neighbours_and_their_choices(seed: int, n_chosen: int) -> None:
-    x, weight, expert = example(N_TOKEN, seed)
-    other_x, other_weight, other_expert = example(N_TOKEN, seed + 1)
-    other_expert = np.where(other_expert < n_chosen, other_expert, E)
-    old, new = np.random.default_rng(seed).integers(0, N_TOKEN, 2)
-    for there, here in ((other_x, x), (other_weight, weight), (other_expert, expert)):
-        there[new] = here[old]
-    np.testing.assert_array_equal(apply(other_x, other_weight, other_expert)[new], apply(x, weight, expert)[old])
+    check_company(example, apply, N_TOKEN, E, seed, n_chosen)
 
 
 def test_nan_stays_with_its_token() -> None:
-    x, weight, expert = example(N_TOKEN)
-    clean = apply(x, weight, expert)
-    x[1, 5] = np.nan
-    got = apply(x, weight, expert)
-    assert np.isnan(got[1]).all()
-    np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(clean, 1, 0))
+    check_nan(example, apply, N_TOKEN)
 
 
 # ---------------------------------------------------------------- what they take
