@@ -69,8 +69,9 @@ def reserve(host: str, port: int) -> socket.socket:
         reserved.bind((host, port))
     except (OSError, OverflowError) as error:
         reserved.close()
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there ({error}); choose another, --port 0 takes a free one"
+            f"--host {host} --port {port}: cannot listen there ({reason}); choose another, --port 0 takes a free one"
         ) from None
     return reserved
 
