@@ -15,6 +15,7 @@ def precompile(
     model: ModelOption = None,
     batched_session: Annotated[int, typer.Option(min=1, help="As for serve.")] = EngineConfig.slots,
     ctx: Annotated[int, typer.Option("-c", "--ctx", min=2, help="As for serve.")] = EngineConfig.ctx,
+    snapshots: Annotated[int | None, typer.Option(min=0, help="As for serve.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(min=1, help="As for serve.")] = None,
     backend: BackendOption = "auto",
     kv_quant: Annotated[str, typer.Option(help="As for serve.")] = "auto",
@@ -30,7 +31,9 @@ def precompile(
     from ds4jax.serving.engine.backend import select_backend
 
     path = choose_path(choose_model(str(model) if model else None, None, ()).path)
-    settings = engine_config(os.environ, console.warn, slots=batched_session, ctx=ctx, queue_limit=None, prefill_chunk=prefill_chunk)
+    settings = engine_config(
+        os.environ, console.warn, slots=batched_session, ctx=ctx, queue_limit=None, snapshots=snapshots, prefill_chunk=prefill_chunk
+    )
     select_backend(*choose_backend(backend, False, False, None))
 
     from ds4jax.serving.engine.local import engine_shapes, program_directory

@@ -27,7 +27,7 @@ def shape_of(preset: str, n_layer: int | None = None) -> ModelConfig:
     Raises ConfigError for a preset that does not exist or a layer count it does not reach.
     """
     if preset not in PRESETS:
-        raise ConfigError(f"preset: got {preset!r}, expected one of {', '.join(PRESETS)}")
+        raise ConfigError(f"--preset: got {preset!r}, expected one of {', '.join(PRESETS)}")
     config = PRESETS[preset]
     if n_layer is None:
         return config

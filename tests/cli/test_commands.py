@@ -16,6 +16,7 @@ from ds4jax.config import EngineConfig, ServerConfig
 from ds4jax.errors import BackendMismatchError, ModelFileError
 from ds4jax.serving.engine.backend import select_backend
 from ds4jax.serving.http.serve import reserve
+from tests.small_model import write_two_layers
 
 pytestmark = pytest.mark.smoke
 
@@ -163,6 +164,16 @@ class TestFiles:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(ModelFileError, match="owner/name/m.gguf: cannot reach Hugging Face"):
             download.fetch("owner/name", "m.gguf", folder=tmp_path)
+
+
+def test_precompile_takes_what_decides_the_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("ds4jax.serving.engine.programs.compile_all", lambda shapes, store: seen.append(shapes) or [])
+    path = str(write_two_layers(tmp_path / "m.gguf"))
+    result = run(*"precompile --batched-session 2 --ctx 512 --prefill-chunk 256 --snapshots 3 -m".split(), path)
+    assert result.exit_code == 0, result.output
+    (shapes,) = seen
+    assert (shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1], shapes.n_snapshot) == (2, 512, 256, 3)
 
 
 class TestBackend:
