@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ds4jax.cli.console import note
+
 if TYPE_CHECKING:
     from ds4jax.text import Delta
 
 ModelOption = Annotated[Path | None, typer.Option("-m", "--model", help="GGUF file. Default: a small model with random weights.")]
 TokensOption = Annotated[
-    int | None, typer.Option("-n", "--tokens", min=1, help="Most tokens to generate. Default: what the context allows.")
+    int | None, typer.Option("-n", "--tokens", min=1, help="Most tokens to generate, thoughts included. Default: what the context allows.")
 ]
 ContextOption = Annotated[int, typer.Option("-c", "--ctx", min=2, help="Context in tokens, prompt and answer together.")]
 TemperatureOption = Annotated[float, typer.Option("--temp", min=0.0, max=100.0, help="0 always takes the likeliest token.")]
@@ -70,4 +72,6 @@ def write_answer(deltas: Iterable[Delta]) -> tuple[str, str]:
         written[delta.kind] += delta.text
         print(delta.text, end="", file=stream, flush=True)
     print(flush=True)
+    if written["reasoning"] and not written["content"]:  # an empty stdout wants a word
+        note("\nthe reply ended within its thoughts; allow more with --tokens, or do without them: --nothink")
     return written["reasoning"], written["content"]

@@ -39,6 +39,12 @@ class TestStreamAnswer:
         assert (request.prompt, request.max_tokens, request.sampling) == ((0, 1), 9, GREEDY)
         assert tokenizer.eos_id in request.stop_token_ids
 
+    def test_thoughts_without_an_answer_are_explained(self, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+        deltas = stream_answer(ScriptedEngine(answer(tokenizer, "let me see")), tokenizer, [0], GREEDY, 9, thinking=True)
+        assert write_answer(deltas) == ("let me see", "")
+        out, err = capsys.readouterr()
+        assert out == "\n" and "--tokens" in err and "--nothink" in err
+
     def test_a_failed_step_is_an_error_after_what_was_written(self, tokenizer: Tokenizer) -> None:
         deltas = stream_answer(ScriptedEngine(answer(tokenizer, "Half"), "out of memory"), tokenizer, [0], GREEDY, None, thinking=False)
         written = ""
