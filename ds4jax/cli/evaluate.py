@@ -21,7 +21,7 @@ def evaluate(
 ) -> None:
     """Measure perplexity, stories, tool calls, recall, thinking, and that a reply does not depend on what is asked beside it.
 
-    The bars are those of the small model that comes with the package; any other model may be held to them too.
+    The bars are those that the small model (docs/small-model.md) is to meet; any other model may be held to them too.
     """
     from ds4jax.cli.console import note
     from ds4jax.cli.loading import open_engine
