@@ -82,7 +82,7 @@ def test_the_router_chooses_as_the_plain_path(m: int, e: int, by_token: bool) ->
     np.testing.assert_array_equal(pairs.expert, chosen[order])
 
 
-@pytest.mark.parametrize("m", [1, 64])
+@pytest.mark.parametrize("m", [1, 64, 256])  # the last as a chunk has them
 def test_they_lower_for_a_gpu(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
     def f32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
