@@ -66,6 +66,8 @@ class StopStrings:
         self._pattern = re.compile("|".join(map(re.escape, self._stops)) or "(?!)")
         self._held = ""
         self.hit: str | None = None
+        self.n_cut = 0
+        """Characters from the hit on, which nobody gets."""
 
     @property
     def n_held(self) -> int:
@@ -86,7 +88,7 @@ class StopStrings:
     def _take(self, text: str, open_at: int) -> tuple[str, str | None]:
         match = self._pattern.search(text)
         if match and match.start() < open_at:
-            self._held, self.hit = "", match.group()
+            self._held, self.hit, self.n_cut = "", match.group(), len(text) - match.start()
             return text[: match.start()], self.hit
         self._held = text[open_at:]
         return text[:open_at], self.hit
@@ -170,6 +172,7 @@ class TextStream:
         """Why what looked like calls, outside the reasoning, was none."""
         self.n_characters = 0
         """Whole characters of the tokens fed, whatever became of them."""
+        self._content_start, self._n_content = 0, 0
         self._read(opening)
 
     @property
@@ -197,6 +200,11 @@ class TextStream:
         """Of n_characters those in front, of which nothing is held back any more: they were sent, or are known not to be text."""
         return self.n_characters - self._stops.n_held - self._splitter.n_held - (self._tools.n_held if self._tools else 0)
 
+    @property
+    def content_span(self) -> tuple[int, int]:
+        """Where among n_characters the content begins, and where what was returned of it ends."""
+        return self._content_start, self._content_start + self._n_content
+
     def feed(self, token: bytes, *, may_stop: bool = True) -> list[Delta]:
         """Take the bytes of one token or of several; return what can be sent: at most one delta of a kind, none empty.
 
@@ -209,7 +217,7 @@ class TextStream:
         safe, hit = self._stops.feed(text) if may_stop else (text, None)
         pieces = self._read(safe)
         # After a stop string nothing can follow, so half a tag before it is text.
-        return _join_kinds(pieces if hit is None else pieces + self._end(whole=False))
+        return self._deltas(pieces if hit is None else pieces + self._end(whole=False))
 
     def finish(self, *, whole: bool = True) -> list[Delta]:
         """End the generation and return what was held back. Look at `stop_hit` once more: a match may have waited for this.
@@ -218,9 +226,11 @@ class TextStream:
         """
         if self.stop_hit is not None:
             return []
-        safe, _ = self._stops.feed(self._decoder.flush())
+        half = self._decoder.flush()
+        self.n_characters += len(half)
+        safe, _ = self._stops.feed(half)
         rest, _ = self._stops.flush()
-        return _join_kinds(self._read(safe + rest) + self._end(whole=whole and self.stop_hit is None))
+        return self._deltas(self._read(safe + rest) + self._end(whole=whole and self.stop_hit is None))
 
     def take_calls(self) -> list[CallEvent]:
         """Return what has happened to calls since the last time, neighbouring pieces of one call's arguments joined.
@@ -229,6 +239,15 @@ class TextStream:
         """
         calls, self._calls = self._calls, []
         return calls
+
+    def _deltas(self, pieces: Iterable[tuple[Kind, str]]) -> list[Delta]:
+        """Join neighbours of one kind, and keep account of the content, of which there is one run."""
+        deltas = _join_kinds(pieces)
+        n_new = sum(len(delta.text) for delta in deltas if delta.kind == "content")
+        if n_new and not self._n_content:
+            self._content_start = self.n_settled - self._stops.n_cut - n_new
+        self._n_content += n_new
+        return deltas
 
     def _read(self, text: str) -> list[tuple[Kind, str]]:
         return self._take([text] if self._tools is None else self._tools.feed(text))

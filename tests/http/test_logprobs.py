@@ -78,7 +78,7 @@ async def test_nobody_gets_what_was_not_asked_for(make_app: MakeApp, make_engine
         (TEXT, {"logprobs": 1, "echo": True}, "echo"),
         (TEXT, {"prompt_logprobs": 1}, "prompt_logprobs"),
         ("/v1/messages", {"logprobs": True}, "logprobs"),
-        ("/v1/responses", {"top_logprobs": 1}, "top_logprobs"),
+        ("/v1/responses", {"top_logprobs": 21, "prompt": None}, "top_logprobs"),
     ],
 )
 async def test_what_cannot_be_shown_is_refused_by_name(make_app: MakeApp, path: str, fields: dict[str, Any], param: str) -> None:

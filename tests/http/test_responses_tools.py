@@ -102,7 +102,8 @@ def test_the_transcript_of_calls(make_server: MakeServer, make_engine: MakeEngin
     assert lines_of(told) == GOLDEN
     response = told[-1]["response"]
     assert response["output"] == [event["item"] for event in told if event["type"] == "response.output_item.done"]
-    assert (response["tools"], response["tool_choice"], response["parallel_tool_calls"]) == (TOOLS, "auto", True)
+    told_back = [{"description": None, "parameters": None, "strict": False, **tool} for tool in TOOLS]
+    assert (response["tools"], response["tool_choice"], response["parallel_tool_calls"]) == (told_back, "auto", True)
 
 
 def test_the_transcript_of_free_text(make_server: MakeServer, make_engine: MakeEngine) -> None:

@@ -87,7 +87,8 @@ class Choice:
         settled = self._text.n_settled if self.ending is None else self._text.n_characters + 1
         n = next((i for i, token in enumerate(self._scored) if token.end > settled), len(self._scored))
         taken, self._scored = self._scored[:n], self._scored[n:]
-        return taken
+        start, end = self._text.content_span
+        return [replace(token, is_content=token.start < end and token.end > start) for token in taken]
 
     def fail(self, error: str) -> None:
         """End the choice with an error that came from outside the engine's events."""

@@ -17,6 +17,7 @@ class Scored:
     """A token's bytes and log probability. top: the same of the best tokens, likeliest first.
 
     start, end: characters of the text before it, and up to its end, a character that it begins counted whole.
+    is_content: whether any of its text is part of the answer; the text of thoughts, tags, calls and stop strings is not.
     """
 
     data: bytes
@@ -24,6 +25,7 @@ class Scored:
     top: Sequence[tuple[bytes, float]]
     start: int
     end: int
+    is_content: bool = False
 
 
 def scored(event: Token, logprobs: TokenLogprobs, tokenizer: Tokenizer, start: int, end: int) -> Scored:
@@ -34,8 +36,12 @@ def scored(event: Token, logprobs: TokenLogprobs, tokenizer: Tokenizer, start: i
 
 def chat_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
     """Write the `logprobs` of a chat choice. A token that is no whole text shows U+FFFD; its bytes are exact."""
-    content = [{**_entry(t.data, t.logprob), "top_logprobs": [_entry(*best) for best in t.top]} for t in tokens]
-    return {"content": content, "refusal": None}
+    return {"content": token_entries(tokens), "refusal": None}
+
+
+def token_entries(tokens: Sequence[Scored]) -> list[dict[str, Any]]:
+    """Write tokens one by one, each with the best ones in its place."""
+    return [{**_entry(t.data, t.logprob), "top_logprobs": [_entry(*best) for best in t.top]} for t in tokens]
 
 
 def completion_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:

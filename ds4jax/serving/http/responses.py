@@ -26,7 +26,7 @@ def blueprint(edge: Edge) -> Blueprint:
     def keep(call: ResponseCall, ended: StoredResponse) -> None:
         if call.is_kept:
             store.put(call.id, ended)
-        if not call.shows_reasoning:
+        if not call.has_reasoning_item:
             hidden.remember(call.instructions, ended.messages)
 
     @routes.post("/v1/responses")

@@ -11,6 +11,7 @@ import orjson
 from ds4jax.serving.http import sse
 from ds4jax.serving.http.choice import Ending
 from ds4jax.serving.http.generation import Generation, Piece
+from ds4jax.serving.http.logprobs import Scored
 from ds4jax.serving.http.reply_events import ReplyEvent
 from ds4jax.serving.http.responses_body import ResponseCall
 from ds4jax.serving.http.responses_calls import call_item
@@ -35,6 +36,7 @@ class ResponseEvents:
         self._n_events = 0
         self._output: list[dict[str, Any]] = []  # items that are finished
         self._item: OutputItem | None = None
+        self._scored: list[Scored] = []  # of the answer, and not with its item yet
         self._texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._end: dict[str, Any] = {"status": "in_progress"}
 
@@ -45,7 +47,8 @@ class ResponseEvents:
             events += [self._event(f"response.{name}", {"response": self.response()}) for name in ("created", "in_progress")]
         for piece in pieces:
             if piece.restarts:
-                self._output, self._item, self._texts = [], None, {"reasoning": [], "content": []}
+                self._output, self._item, self._scored, self._texts = [], None, [], {"reasoning": [], "content": []}
+            self._scored += [token for token in piece.scored if token.is_content]
             for delta in piece.deltas:
                 events += self._number(self._take(delta))
             for call in piece.calls:
@@ -65,6 +68,7 @@ class ResponseEvents:
             "id": self._call.id,
             "object": "response",
             "created_at": self._created_at,
+            "completed_at": None,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
@@ -77,12 +81,13 @@ class ResponseEvents:
 
     def _take(self, delta: Delta) -> Iterable[ItemEvent]:
         self._texts[delta.kind].append(delta.text)
-        if delta.kind == "reasoning" and not self._call.shows_reasoning:
+        if delta.kind == "reasoning" and not self._call.has_reasoning_item:
             return
         kind = "reasoning" if delta.kind == "reasoning" else "message"
         if self._item is None or self._item.kind != kind:
-            yield from self._open(ReasoningItem if kind == "reasoning" else MessageItem)
+            yield from self._open(self._reasoning_item if kind == "reasoning" else MessageItem)
         assert self._item is not None
+        self._score()
         yield from self._item.add(delta.text)
 
     def _take_call(self, event: CallEvent) -> Iterable[ItemEvent]:
@@ -102,9 +107,19 @@ class ResponseEvents:
 
     def _close(self, status: ItemStatus) -> Iterable[ItemEvent]:
         if self._item is not None:
+            self._score()
             yield from self._item.closing(status)
             self._output.append(self._item.render(status))
             self._item = None
+
+    def _reasoning_item(self, output_index: int) -> OutputItem:
+        return ReasoningItem(output_index, is_shown=self._call.shows_reasoning, is_sealed=self._call.seals_reasoning)
+
+    def _score(self) -> None:
+        """Give log probabilities to the item that they belong to."""
+        if isinstance(self._item, MessageItem):
+            self._item.score(self._scored)
+            self._scored = []
 
     def _finish(self, ending: Ending) -> Iterable[ItemEvent]:
         # Thoughts or a call that a stop string broke off are not complete, even though the response is.

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ds4jax.errors import RequestError
+from ds4jax.serving.http.responses_sealed import unseal
 from ds4jax.serving.http.responses_tools import Form, ToolEntry, describe, forms_of
 from ds4jax.serving.http.tool_use import NO_IMAGE
 from ds4jax.text.chat import Message, ToolCall
@@ -45,6 +46,7 @@ class Item(msgspec.Struct):
     role: str = "user"
     content: Content = None
     summary: Content = None
+    encrypted_content: str | None = None
     id: str | None = None
     call_id: str | None = None
     namespace: str | None = None
@@ -95,8 +97,7 @@ class _Reader:
         elif item.type == "reasoning":
             if self._text is not None or self._calls:
                 self._flush()
-            texts = (_text(f"{place}.summary", item.summary), _text(f"{place}.content", item.content))
-            self._thoughts += [text for text in texts if text]
+            self._thoughts += [text for text in _thoughts(place, item) if text]
         elif item.type in CALLS:
             self._calls.append(_call(place, item))
             self._called.add(self._calls[-1].id)
@@ -138,6 +139,17 @@ class _Reader:
             reasoning = "\n".join(self._thoughts) or None
             self._messages.append(Message("assistant", self._text or "", reasoning=reasoning, tool_calls=tuple(self._calls)))
         self._thoughts, self._text, self._calls = [], None, []
+
+
+def _thoughts(place: str, item: Item) -> tuple[str, ...]:
+    """Read what a client sends back of the model's thoughts; it may have them twice, sealed and as a summary."""
+    shown = _text(f"{place}.summary", item.summary), _text(f"{place}.content", item.content)
+    try:
+        sealed = unseal(item.encrypted_content or "")
+    except ValueError as error:
+        at = f"{place}.encrypted_content"
+        raise RequestError(f"{at}: not as this server wrote it ({error}); send it back unchanged, or leave the item out", at) from None
+    return shown if sealed is None else (sealed,)
 
 
 def _call(place: str, item: Item) -> ToolCall:
