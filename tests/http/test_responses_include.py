@@ -58,7 +58,9 @@ async def test_log_probabilities_are_as_openai_writes_them(make_app: MakeApp) ->
     ("fields", "n_top", "n_entries"),
     [({}, None, 0), ({"top_logprobs": 0}, None, 0), (LOGPROBS, 0, 5), ({"top_logprobs": 2}, 2, 5), ({"top_logprobs": 0, **LOGPROBS}, 0, 5)],
 )
-async def test_who_gets_log_probabilities(make_app: MakeApp, make_engine: MakeEngine, fields: Any, n_top: int | None, n_entries: int) -> None:
+async def test_who_gets_log_probabilities(
+    make_app: MakeApp, make_engine: MakeEngine, fields: Any, n_top: int | None, n_entries: int
+) -> None:
     engine = make_engine()
     _, response = await post(make_app(engine), **fields)
     assert engine.requests[1].sampling.logprobs == n_top
