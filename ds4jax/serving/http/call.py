@@ -18,7 +18,8 @@ class Call:
     id: as the client sees it; model: as the client named it; requests: one for each choice of the reply; n: how many choices in a row
     answer the same prompt;
     opens_reasoning: the prompt ends inside `<think>`; stop_strings: found above the engine, in the text; tool_use: None if the reply may
-    call no tools; retries_calls: whoever words the reply can start anew once, if the model wrote a call that cannot be read.
+    call no tools; scored_prompts: the prompt of each choice as it is shown, where its tokens are drawn so that they get log
+    probabilities; retries_calls: whoever words the reply can start anew once, if the model wrote a call that cannot be read.
     """
 
     endpoint: str
@@ -32,6 +33,7 @@ class Call:
     tool_use: ToolUse | None = None
     retries_calls: bool = False
     n: int = 1
+    scored_prompts: Sequence[str] = field(default_factory=tuple)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal
 from ds4jax.serving.engine.api import Event, Finish, FinishReason, GenerateRequest, Prefilled, Started, Token
 from ds4jax.serving.http.call import Call
 from ds4jax.serving.http.logprobs import Scored, scored
+from ds4jax.serving.http.prompt_logprobs import PromptScores
 from ds4jax.text.chat import complaint
 from ds4jax.text.dsml import CallCollector, CallEvent, ReplayMemory, ToolCall
 from ds4jax.text.segments import to_ids, to_text
@@ -32,9 +33,13 @@ class Choice:
     n_prompt and n_cached are those of the request as the client sent it, however often the choice starts anew.
     """
 
-    def __init__(self, tokenizer: Tokenizer, call: Call, request: GenerateRequest) -> None:
-        self._tokenizer, self._call, self._request = tokenizer, call, request
+    def __init__(self, tokenizer: Tokenizer, call: Call, index: int) -> None:
+        self._tokenizer, self._call, self._request = tokenizer, call, call.requests[index]
+        request, shown = self._request, call.scored_prompts
+        self.prompt_scores = PromptScores(request, shown[index], tokenizer) if shown else None
         self.n_prompt, self.n_cached, self.n_generated, self.n_reasoning = len(request.prompt), 0, 0, 0
+        if self.prompt_scores is not None:
+            self.n_prompt = self.prompt_scores.n_prompt
         self.has_restarted = False
         self._begin()
 
@@ -65,11 +70,15 @@ class Choice:
                 return [], []
             case Prefilled():
                 return [], []
+            case Token() if self.prompt_scores is not None and not self.prompt_scores.is_whole:
+                self.prompt_scores.take(event)
+                return [], []
             case Token():
                 self.n_generated += 1
                 self.n_reasoning += self._text.in_reasoning
                 self._tokens.append(event.token)
-                may_stop = len(self._tokens) > self._request.adjustments.min_tokens
+                n_drawn = len(self._tokens) + (self.prompt_scores.n_drawn if self.prompt_scores else 0)
+                may_stop = n_drawn > self._request.adjustments.min_tokens
                 start = self._text.n_characters
                 deltas = self._text.feed(self._tokenizer.token_bytes(event.token), may_stop=may_stop)
                 if event.logprobs is not None:
@@ -88,7 +97,11 @@ class Choice:
         n = next((i for i, token in enumerate(self._scored) if token.end > settled), len(self._scored))
         taken, self._scored = self._scored[:n], self._scored[n:]
         start, end = self._text.content_span
-        return [replace(token, is_content=token.start < end and token.end > start) for token in taken]
+        taken = [replace(token, is_content=token.start < end and token.end > start) for token in taken]
+        if self.prompt_scores is not None:  # whose text stands before
+            n = self.prompt_scores.n_characters
+            taken = [replace(token, start=token.start + n, end=token.end + n) for token in taken]
+        return taken
 
     def fail(self, error: str) -> None:
         """End the choice with an error that came from outside the engine's events."""

@@ -53,7 +53,7 @@ class Generation:
     ) -> None:
         """Submit the call on the running loop. Raises what EngineClient.submit raises."""
         self.call = call
-        self.choices = [Choice(tokenizer, call, request) for request in call.requests]
+        self.choices = [Choice(tokenizer, call, index) for index in range(len(call.requests))]
         self._n_ctx, self._metrics, self._memory, self._trace = engine.n_ctx, metrics, memory, trace
         self._loop = asyncio.get_running_loop()
         self._times = Timeline(len(self.choices), self._loop.time, metrics.token_followed)

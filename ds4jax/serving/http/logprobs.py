@@ -14,14 +14,14 @@ LEAST = -9999.0  # stands for the logarithm of zero, which JSON cannot write
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token's bytes and log probability. top: the same of the best tokens, likeliest first.
+    """A token's bytes and log probability, None where it follows nothing. top: the same of the best tokens, likeliest first.
 
     start, end: characters of the text before it, and up to its end, a character that it begins counted whole.
     is_content: whether any of its text is part of the answer; the text of thoughts, tags, calls and stop strings is not.
     """
 
     data: bytes
-    logprob: float
+    logprob: float | None
     top: Sequence[tuple[bytes, float]]
     start: int
     end: int
@@ -49,12 +49,18 @@ def completion_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
     return {
         "tokens": [_name(t.data) for t in tokens],
         "token_logprobs": [_finite(t.logprob) for t in tokens],
-        "top_logprobs": [{_name(data): _finite(logprob) for data, logprob in (*t.top, (t.data, t.logprob))} for t in tokens],
+        "top_logprobs": [_best(t) for t in tokens],
         "text_offset": [t.start for t in tokens],
     }
 
 
-def _entry(data: bytes, logprob: float) -> dict[str, Any]:
+def _best(token: Scored) -> dict[str, float | None] | None:
+    if token.logprob is None:
+        return None
+    return {_name(data): _finite(logprob) for data, logprob in (*token.top, (token.data, token.logprob))}
+
+
+def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
@@ -66,5 +72,5 @@ def _name(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST)

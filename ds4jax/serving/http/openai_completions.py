@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ from ds4jax.serving.http import strict_json
 from ds4jax.serving.http.call import Call, new_id
 from ds4jax.serving.http.conversation import Served
 from ds4jax.serving.http.generation import Generation, Piece
-from ds4jax.serving.http.logprobs import completion_logprobs
+from ds4jax.serving.http.logprobs import Scored, completion_logprobs
 from ds4jax.serving.http.params import CommonBody, Number, choice_count, choice_requests, completion_limit, top_logprobs
+from ds4jax.serving.http.prompt_logprobs import drawing_its_prompt
 from ds4jax.serving.http.prompts import check_ids, encode_text
 from ds4jax.serving.http.structured import constrain, read_grammar
 from ds4jax.serving.http.unsupported import reject_unsupported
@@ -42,8 +44,7 @@ def read(data: bytes, served: Served) -> CompletionCall:
     body = strict_json.decode(data, CompletionBody)
     reject_unsupported(body, honoured=("n", "best_of", "logprobs", "echo"))
     n_logprobs = None if body.logprobs is None else top_logprobs("logprobs", body.logprobs)
-    if body.echo and n_logprobs is not None:
-        raise RequestError("echo: not supported beside logprobs, for those of the prompt are not computed; leave one of them out", "echo")
+    scores_prompt = bool(body.echo) and n_logprobs is not None
     n = choice_count(body.n)
     if body.best_of is not None and body.best_of != n:
         raise RequestError(f"best_of: got {body.best_of}, expected n ({n}), for all completions are sent; leave it out", "best_of")
@@ -53,11 +54,19 @@ def read(data: bytes, served: Served) -> CompletionCall:
     requests: list[GenerateRequest] = []
     echoes: list[str] = []
     for text, ids in _prompts(body.prompt, tokenizer, n_ctx):
+        is_all = scores_prompt and body.max_tokens == 0 and len(ids) > 1  # nothing is to follow it
         max_tokens = completion_limit(
-            "max_tokens", body.max_tokens, n_prompt=len(ids), n_ctx=n_ctx, default=config.default_max_tokens, param="prompt"
+            "max_tokens",
+            1 if is_all else body.max_tokens,
+            n_prompt=len(ids),
+            n_ctx=n_ctx,
+            default=config.default_max_tokens,
+            param="prompt",
         )
         adjustments = body.adjustments(tokenizer, max_tokens)
         request = GenerateRequest(ids, max_tokens, sampling, stop_token_ids, adjustments, constraint, conversation=body.prompt_cache_key)
+        if scores_prompt:
+            request = drawing_its_prompt(request, 0 if is_all else max_tokens, tokenizer.n_vocab)
         requests += choice_requests(request, n, n_logprobs)
         echoes += [text if body.echo else ""] * n
     return CompletionCall(
@@ -67,6 +76,7 @@ def read(data: bytes, served: Served) -> CompletionCall:
         requests=requests,
         n=n,
         echoes=tuple(echoes),
+        scored_prompts=tuple(echoes) if scores_prompt else (),
         stop_strings=body.stop_strings,
         stream=bool(body.stream),
         include_usage=body.include_usage,
@@ -80,7 +90,7 @@ async def reply(generation: Generation, check_s: float) -> dict[str, Any]:
     for index, answer in enumerate(await common.collect(generation, check_s)):
         choice: dict[str, Any] = {"text": echoes[index] + answer.content, "index": index, **answer.finish}
         if generation.call.wants_logprobs:
-            choice["logprobs"] = completion_logprobs(answer.scored)
+            choice["logprobs"] = completion_logprobs([*_prompt_scores(generation, index), *answer.scored])
         choices.append(choice)
     return {**common.head(generation, "text_completion"), "choices": choices, "usage": common.usage(generation)}
 
@@ -96,23 +106,31 @@ class CompletionChunks:
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
         """Word what a piece adds."""
+        index, chunks = piece.index, []
+        if index in self._echoes:
+            scored, echo = _prompt_scores(self._generation, index), self._echoes.pop(index)
+            if echo or scored:
+                chunks.append(self._chunk(index, echo, scored))
         self._logprobs.add(piece)
-        echo = self._echoes.pop(piece.index, "")
-        chunks = [self._chunk(piece.index, text) for text in (echo, *(delta.text for delta in piece.deltas)) if text]
+        chunks += [self._chunk(index, delta.text, self._logprobs.take(index)) for delta in piece.deltas]
         if piece.ending is not None and piece.ending.reason != "error":
-            chunks.append(self._chunk(piece.index, "", piece.ending.reason))
+            chunks.append(self._chunk(index, "", self._logprobs.take(index), piece.ending.reason))
         return chunks
 
     def usage(self) -> dict[str, Any]:
         """Word the chunk that carries the usage."""
         return {**self._head, "choices": [], "usage": common.usage(self._generation)}
 
-    def _chunk(self, index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+    def _chunk(self, index: int, text: str, scored: Sequence[Scored], finish_reason: str | None = None) -> dict[str, Any]:
         choice: dict[str, Any] = {"text": text, "index": index, "finish_reason": finish_reason}
         if self._generation.call.wants_logprobs:
-            scored = self._logprobs.take(index)
             choice["logprobs"] = completion_logprobs(scored) if scored else None
         return {**self._head, "choices": [choice]}
+
+
+def _prompt_scores(generation: Generation, index: int) -> Sequence[Scored]:
+    scores = generation.choices[index].prompt_scores
+    return () if scores is None else scores.tokens
 
 
 def echoes_of(generation: Generation) -> tuple[str, ...]:
