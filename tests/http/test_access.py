@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,20 @@ def test_a_key_is_accepted_if_it_is_one_of_them(keys: list[str], given_key: str)
     own = ApiKeys(keys)
     assert own.accept(given_key) == (given_key in keys)
     assert all(own.accept(key) for key in keys)
+
+
+@pytest.mark.parametrize("given_key", ["first-key", "second-key", "f", "wrong" * 100])
+def test_comparing_takes_as_long_whatever_is_sent(monkeypatch: pytest.MonkeyPatch, given_key: str) -> None:
+    """Every key is compared, by the one function that takes the same time for any two digests."""
+    compared = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return a == b
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    ApiKeys(KEYS).accept(given_key)
+    assert compared == [(32, 32)] * len(KEYS)
 
 
 def test_keys_stay_out_of_what_is_printed() -> None:

@@ -285,6 +285,22 @@ def test_anthropic_parse(real: tuple[Server, Engine]) -> None:
     assert message.stop_reason == "end_turn"
 
 
+async def test_the_async_clients_parse_whole_replies_and_streams(real: tuple[Server, Engine]) -> None:
+    server, _ = real
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        parsed = await client.responses.parse(model="m", input="Who?", text_format=Person, extra_body=OFF)
+        assert isinstance(parsed.output_parsed, Person)
+        async with client.responses.stream(model="m", input="Who?", text_format=Person, extra_body=OFF) as told:
+            assert isinstance((await told.get_final_response()).output_parsed, Person)
+        async with client.chat.completions.stream(model="m", messages=ASK, response_format=Person, extra_body=OFF) as said:
+            assert isinstance((await said.get_final_completion()).choices[0].message.parsed, Person)
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+        fields: Any = {"model": "m", "max_tokens": 400, "messages": ASK, "thinking": {"type": "disabled"}, "output_format": Guess}
+        assert isinstance((await other.messages.parse(**fields)).parsed_output, Guess)
+        async with other.messages.stream(**fields) as stream:
+            assert isinstance((await stream.get_final_message()).parsed_output, Guess)
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Person"}}])
 def test_openai_strict_tools(real: tuple[Server, Engine], choice: Any) -> None:
     with openai_client(real[0]) as client:
