@@ -168,9 +168,10 @@ def _find(entries: Sequence[StoredEntry], key: str) -> StoredEntry:
 def _text(entry: StoredEntry) -> str:
     from ds4jax.serving.engine.kvstore.files import read_entry
     from ds4jax.serving.engine.kvstore.format import CorruptEntryError, OtherVersionError
+    from ds4jax.serving.engine.kvstore.texts import SPECIAL
 
     try:
-        return read_entry(entry.path).text.decode("utf-8", "replace")
+        return read_entry(entry.path).text.replace(SPECIAL, b"").decode("utf-8", "replace")
     except (CorruptEntryError, OtherVersionError, OSError) as error:
         fail(f"{entry.path}: {error}")
         raise typer.Exit(1) from error

@@ -13,6 +13,7 @@ from ds4jax import config as configs
 from ds4jax.config import ModelConfig
 from ds4jax.errors import ModelFileError, RequestError
 from ds4jax.model.cache import KVCache, init_cache
+from ds4jax.model.gguf.digest import weights_digest
 from ds4jax.model.gguf.load import Progress, load_leaves
 from ds4jax.model.gguf.reader import GGUFFile
 from ds4jax.model.spec import FlatModel, ModelSpec, describe
@@ -25,11 +26,11 @@ LOGITS_CHUNK = 256  # tokens at a time when logits are wanted for every token
 class Model:
     """Weights, shape and vocabulary of one GGUF file, ready to compute.
 
-    spec: what its programs depend on. flat: its leaves, in spec order.
+    spec: what its programs depend on. flat: its leaves, in spec order. digest: tells its weights from all others.
     """
 
-    def __init__(self, spec: ModelSpec, flat: FlatModel, tokenizer: Tokenizer) -> None:
-        self.spec, self.flat, self.tokenizer = spec, flat, tokenizer
+    def __init__(self, spec: ModelSpec, flat: FlatModel, tokenizer: Tokenizer, digest: str = "") -> None:
+        self.spec, self.flat, self.tokenizer, self.digest = spec, flat, tokenizer, digest
         self._forward = jax.jit(partial(_all_logits, flat, spec), donate_argnums=1)
 
     @property
@@ -119,7 +120,7 @@ def load_model(path: str | Path, kv_quant: str = "ds4", dtype: str | None = None
         raise ModelFileError(f"{path}: the file carries no vocabulary (tokenizer.ggml.tokens)")
     spec = read_spec(file, kv_quant, dtype or default_dtype())
     tokenizer = Tokenizer.from_metadata(file.metadata)
-    return Model(spec, load_leaves(file, spec, progress), tokenizer)
+    return Model(spec, load_leaves(file, spec, progress), tokenizer, weights_digest(file))
 
 
 def default_dtype() -> str:

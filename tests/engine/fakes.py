@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,10 @@ from ds4jax.serving.engine.api import NO_ADJUSTMENTS, Adjustments, Event, Finish
 from ds4jax.serving.engine.buckets import chunk_buckets, row_buckets
 from ds4jax.serving.engine.core import EngineCore, Returned
 from ds4jax.serving.engine.device import UNMASKED, DeviceStepError, MaskRule, Row
+from ds4jax.serving.engine.kvstore import Part
 
 V = 97
+PIECE = 8  # tokens
 DAMAGED = -7  # stands in the history of a slot whose contents went bad
 
 
@@ -84,6 +87,23 @@ class FakeHandle:
 
 
 @dataclass
+class FakePiece:
+    """A copy made when it was enqueued; its owner decides when it is there."""
+
+    device: FakeDevice
+    contents: dict[str, npt.NDArray[np.int32]]
+
+    def ready(self) -> bool:
+        return self.device.copies_arrive
+
+    def arrays(self) -> dict[str, npt.NDArray[np.int32]]:
+        assert self.ready(), "the engine waits for a copy"
+        if self.device.fail_copy:
+            raise DeviceStepError("copy failed", cache_lost=False)
+        return self.contents
+
+
+@dataclass
 class FakeDevice:
     """Steps are numbered from 0 in launch order, prefill chunks included.
 
@@ -104,6 +124,10 @@ class FakeDevice:
     compile_misses: int = 0
     n_snapshots: int = 0
     fail_save: bool = False
+    copies_arrive: bool = True
+    fail_export: bool = False
+    fail_import: bool = False
+    fail_copy: bool = False
 
     def __post_init__(self) -> None:
         self.decode_buckets = row_buckets(self.n_slots)
@@ -119,6 +143,9 @@ class FakeDevice:
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.saved: list[tuple[int, int]] = []  # slot and position
         self.restored: list[tuple[int, int, int]] = []  # source, target and position
+        self.exported: list[tuple[int, int]] = []  # slot and piece
+        self.imported: list[tuple[int, int]] = []  # slot and piece
+        self._importing: dict[int, list[int]] = {}
         self._last: list[int] = [0] * self.n_slots
         self._gate = threading.Event()
         self._gate.set()
@@ -183,6 +210,42 @@ class FakeDevice:
         self.restored.append((source, target, n))
         self.histories[target] = self.histories[source][:n]
         assert tuple(self.histories[target]) == self.snapshots[entry], "the rows belong to other tokens"
+
+    def session_parts(self, n_tokens: int) -> tuple[Part, ...]:
+        """Rows are the tokens themselves; the state is a digest of all of them."""
+        return (Part("rows", "int32", (n_tokens,)), Part("state", "int32", (2,)))
+
+    def n_pieces(self, n_tokens: int) -> int:
+        return -(-n_tokens // PIECE)
+
+    def export_state(self, slot: int) -> FakePiece:
+        if self.fail_export:
+            raise DeviceStepError("export failed", cache_lost=False)
+        return FakePiece(self, {"state": self._state(self.histories[slot])})
+
+    def export_rows(self, slot: int, piece: int, n_tokens: int) -> FakePiece:
+        if self.fail_export:
+            raise DeviceStepError("export failed", cache_lost=False)
+        self.exported.append((slot, piece))
+        rows = self.histories[slot][:n_tokens][piece * PIECE : (piece + 1) * PIECE]
+        return FakePiece(self, {"rows": np.array(rows, np.int32)})
+
+    def import_rows(self, slot: int, piece: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        if self.fail_import:
+            raise DeviceStepError("import failed", cache_lost=False)
+        assert self.histories[slot] == [], "the slot is not empty"
+        self.imported.append((slot, piece))
+        rows = arrays["rows"][piece * PIECE : (piece + 1) * PIECE].tolist()
+        self._importing[slot] = (self._importing[slot] if piece else []) + rows
+
+    def import_state(self, slot: int, n_tokens: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        history = self._importing.pop(slot)
+        assert len(history) == n_tokens and np.array_equal(self._state(history), arrays["state"]), "rows and state are of two sessions"
+        self.histories[slot] = history
+
+    @staticmethod
+    def _state(history: Sequence[int]) -> npt.NDArray[np.int32]:
+        return np.array([len(history), next_token(history)], np.int32)
 
     def fail(self, index: int, slots: Sequence[int], cache_lost: bool) -> DeviceStepError:
         for slot in slots:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4jax.serving.engine.kvstore import Draft, Entry, Identity, KVPolicy, KVStore, Part, Reason
+from ds4jax.serving.engine.kvstore import Draft, Entry, Identity, KVPolicy, KVStore, Part, Reason, TokenTexts
 from ds4jax.serving.engine.kvstore.files import read_entry, read_header
 from ds4jax.serving.engine.kvstore.folder import Index, State
 from ds4jax.serving.engine.kvstore.format import DTYPES, CorruptEntryError
@@ -144,15 +144,27 @@ class TestLookup:
         found = store.find([*PROMPT, 1])
         assert found and (found.usage.hits, found.usage.last_used_s) == (2, NOW_S + 60)
 
-    def test_fetch_by_tokens_or_else_by_text(self, tmp_path: Path) -> None:
-        store = opened(tmp_path)
-        save(store, PROMPT, text=b"abc")
-        for tokens, text, beyond, expected in (
-            ([*PROMPT, 1], b"", 0, PROMPT), ([*PROMPT, 1], b"", 50, None), ([1, 2], b"abcd", 49, PROMPT), ([1, 2], b"x", 0, None),
-        ):  # fmt: skip
-            entry = store.fetch(tokens, text, beyond).result(30)
-            assert (entry and entry.tokens.tolist()) == expected
-            assert not entry or entry.arrays["x"].tobytes() == contents(session(PROMPT))["x"].tobytes()
+    def test_fetch_what_covers_most_of_a_prompt(self, tmp_path: Path) -> None:
+        """Token i reads as i letters, so that [1, 2] and [3] are one text, of which [2, 1, 1] has the first part."""
+        texts = TokenTexts([b"x" * i for i in range(20)], frozenset({19}))
+        store = opened(tmp_path, texts=texts)
+        for tokens in ([4, 4, 4, 4], [4, 4, 8, 2, 2]):
+            save(store, tokens, text=texts.read(tokens).text)
+        for prompt, beyond, expected in (
+            ([4, 4, 4, 4, 9], 0, ([4, 4, 4, 4], 4)),  # the longer one ends within its last token
+            ([4, 4, 4, 4, 4, 9], 0, ([4, 4, 8, 2, 2], 5)),
+            ([8, 8, 4, 9], 2, ([4, 4, 8, 2, 2], 3)),
+            ([8, 8, 4, 9], 3, None),
+            ([8, 8, 4], 0, ([4, 4, 4, 4], 2)),  # a token must be left to feed
+            ([7, 10, 9], 0, None),
+        ):
+            found = store.fetch(prompt, beyond).result(30)
+            assert (found and (found.entry.tokens.tolist(), found.n_covered)) == expected
+            assert not found or found.entry.arrays["x"].tobytes() == contents(session(found.entry.tokens.tolist()))["x"].tobytes()
+
+    def test_text_that_looks_like_a_special_token_is_none(self) -> None:
+        texts = TokenTexts([b"<eos>", b"<eos>"], frozenset({1}))
+        assert texts.read([0]).text != texts.read([1]).text
 
     def test_a_session_that_another_server_deleted(self, tmp_path: Path) -> None:
         store = opened(tmp_path)

@@ -289,6 +289,32 @@ def test_the_memory_forgets_what_was_not_asked_for_longest() -> None:
     assert ReplayMemory(most_calls=0).recall([call("a")]) is None
 
 
+def test_a_memory_goes_on_where_another_one_has_dumped_what_a_text_needs() -> None:
+    blocks = [f"\n\n<{FULL}tool_calls><{FULL}invoke name='{name}'></{FULL}invoke></{FULL}tool_calls>" for name in "xyz"]
+    memory = ReplayMemory()
+    for i, block in enumerate(blocks):
+        memory.remember(block, [call(f"id{i}"), call(f"more{i}")])
+    memory.remember(blocks[0].strip(), [call("again")])
+    text = f"Before. {blocks[0]}<eos>between{blocks[2]} and <{FULL}tool_calls> that is cut"
+    other = ReplayMemory()
+    other.load(memory.dump(text))
+    found = {i: other.recall([call(f"id{i}"), call(f"more{i}")]) for i in range(3)}
+    assert found == {0: blocks[0], 1: None, 2: blocks[2]} and other.recall([call("again")]) == blocks[0].strip()
+    assert memory.dump("no calls") == b"" == memory.dump(blocks[0].replace("x", "q"))
+    for nonsense in (b"", b"\xc1", memory.dump(text)[:-3], b"\x91\x01"):
+        other.load(nonsense)
+
+
+def test_a_memory_that_forgets_dumps_no_more_of_it() -> None:
+    block = f"<{FULL}tool_calls><{FULL}invoke name='x'></{FULL}invoke></{FULL}tool_calls>"
+    memory = ReplayMemory(most_calls=2)
+    for i in range(9):
+        memory.remember(block, [call(f"id{i}")])
+    other = ReplayMemory()
+    other.load(memory.dump(block))
+    assert [i for i in range(9) if other.recall([call(f"id{i}")])] == [7, 8]
+
+
 def test_what_was_generated_is_replayed_byte_for_byte() -> None:
     text = f" \n<{FULL}tool_calls><{FULL}invoke  name='x' name=\"now\" ></{FULL}invoke>  </{FULL}tool_calls>"
     parser = DsmlParser(lambda: "id")

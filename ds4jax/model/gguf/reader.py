@@ -75,6 +75,11 @@ class GGUFFile:
         return found
 
     @property
+    def data_offset(self) -> int:
+        """Where the tensors' data begin; all before it says what they are."""
+        return int(self._reader.data_offset)
+
+    @property
     def kinds(self) -> tuple[tuple[str, str], ...]:
         """(name, type) of every tensor, in file order."""
         return tuple((t.name, t.kind) for t in self.tensors.values())

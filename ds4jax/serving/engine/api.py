@@ -211,6 +211,9 @@ class EngineStats:
     kv_tokens: int = 0
     reuses: dict[str, int] = field(default_factory=dict)
     snapshots: int = 0
+    reused_tokens: dict[str, int] = field(default_factory=dict)
+    saves: dict[str, int] = field(default_factory=dict)
+    failed_saves: int = 0
 
     @property
     def occupancy(self) -> float:

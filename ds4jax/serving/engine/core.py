@@ -41,10 +41,12 @@ from ds4jax.serving.engine.buckets import nearest
 from ds4jax.serving.engine.checks import check_adjustments, check_sampling, check_tokens
 from ds4jax.serving.engine.counters import Counters
 from ds4jax.serving.engine.device import Device, DeviceStepError
+from ds4jax.serving.engine.disk import POLL_US, Disk, SavedSessions
+from ds4jax.serving.engine.keeping import Keeping
+from ds4jax.serving.engine.kvstore import Found
 from ds4jax.serving.engine.log import log_batch
 from ds4jax.serving.engine.masks import MaskWorkers
 from ds4jax.serving.engine.pipeline import Outcome, Pipeline
-from ds4jax.serving.engine.prefix import plan_stops, snapshot_interval
 from ds4jax.serving.engine.scheduler import Decode, Idle, Plan, Prefill, Turns, WaitUntil, plan
 from ds4jax.serving.engine.session import Session, State
 from ds4jax.serving.engine.slots import Choice, SlotTable
@@ -76,9 +78,14 @@ def monotonic_us() -> int:
 
 
 class EngineCore:
-    """Own the sessions of one device. Not thread safe, except `new_session` and `check_capacity`, which touch no state."""
+    """Own the sessions of one device. Not thread safe, except `new_session` and `check_capacity`, which touch no state.
 
-    def __init__(self, device: Device, config: EngineConfig, clock_us: Callable[[], int] = monotonic_us) -> None:
+    saved: the sessions on disk, if any are kept there.
+    """
+
+    def __init__(
+        self, device: Device, config: EngineConfig, clock_us: Callable[[], int] = monotonic_us, saved: SavedSessions | None = None
+    ) -> None:
         self._device, self._config, self._clock_us = device, config, clock_us
         self._ids = itertools.count(1)
         self._live: dict[int, Session] = {}
@@ -90,6 +97,8 @@ class EngineCore:
         self._turns = Turns()
         self._window_opened_us: int | None = None
         self._counters = Counters()
+        self._keeping = Keeping(device, self._slots, self._counters, config.prefill_quantum)
+        self._disk = None if saved is None else Disk(saved, device, self._slots, self._pipeline, clock_us)
 
     # ------------------------------------------------------------ requests
     def new_session(self, request: GenerateRequest) -> Session:
@@ -134,13 +143,16 @@ class EngineCore:
             self._finish(session, FinishReason.CANCELLED)
 
     def close(self) -> tuple[Event | Returned, ...]:
-        """End everything that lives; returns the last events."""
+        """End everything that lives, and save it if there is a folder for it; returns the last events."""
         self._masks.close()
         for session in list(self._live.values()):
             if session.is_manual:
                 self._end_manual(session, EngineStoppedError(ENGINE_CLOSED))
             else:
                 self._finish(session, FinishReason.CANCELLED)
+        self._read_all_but(0)
+        if self._disk is not None:
+            self._disk.close()
         return self._take_events()
 
     # ------------------------------------------------------------ manual sessions
@@ -205,10 +217,13 @@ class EngineCore:
         if isinstance(todo, WaitUntil):
             return Step(self._take_events(), todo.us)
         worked = self._read_all_but(0) if isinstance(todo, Idle) else self._launch(todo)
-        return Step(self._take_events(), now_us if worked or self._masks else None)
+        polls = self._visit_disk(decoding=isinstance(todo, Decode))
+        return Step(self._take_events(), now_us if worked or self._masks else now_us + POLL_US if polls else None)
 
     def stats(self) -> EngineStats:
         """Count what happened since start and what is going on."""
+        if self._disk is not None:
+            self._counters.saves, self._counters.failed_saves = self._disk.saves.saved, self._disk.saves.n_failed
         return self._counters.snapshot(self._device, list(self._slots.residents()), len(self._waiting))
 
     def _admit(self) -> None:
@@ -223,55 +238,92 @@ class EngineCore:
             if choice is None:
                 return
             session.builder = self._slots.builder_of(session.tokens, choice.n_cached) if self._device.n_snapshots else None
-            if session.builder is None:
-                self._waiting.remove(session)
-                self._counters.admitted(session.prompt_end, choice.n_cached, choice.reuse)
-                self._events.append(Started(session.id, session.prompt_end, choice.n_cached))
-                self._move_in(session, choice)
+            if session.builder is not None:
+                continue
+            found = None
+            if self._disk is not None:
+                if self._disk.awaits(session, choice.n_cached):
+                    continue
+                found = self._disk.loads.found(session, choice.n_cached)
+                if found is not None:
+                    choice = self._slots.choose((), session.request.conversation if session.request else None) or choice
+                if not self._is_vacant(choice):
+                    continue
+                self._disk.loads.take(session)
+            self._waiting.remove(session)
+            self._admit_to(session, choice, found)
 
-    def _move_in(self, session: Session, choice: Choice) -> None:
-        """Give a slot to a session, emptied if it holds anything else."""
+    def _admit_to(self, session: Session, choice: Choice, found: Found | None) -> None:
+        """Give a slot to a request, as chosen, with what was found of it on disk."""
+        n_cached, reuse = choice.n_cached, choice.reuse
+        if found is not None:
+            session.begin_with(found.entry.tokens.tolist(), found.n_covered)
+            n_cached, reuse = found.entry.header.n_tokens, "disk"
+        self._counters.admitted(session.seen(session.prompt_end), session.seen(n_cached), reuse)
+        self._events.append(Started(session.id, session.seen(session.prompt_end), session.seen(n_cached)))
+        self._move_in(session, choice, found)
+
+    def _is_vacant(self, choice: Choice) -> bool:
+        """Whether a slot can be had now; if not, what it holds is being saved."""
+        vacant = []
+        self._try(lambda: vacant.append(self._disk is None or self._disk.is_vacant(choice)))
+        return vacant == [True]
+
+    def _move_in(self, session: Session, choice: Choice, found: Found | None = None) -> None:
+        """Give a slot to a session, emptied if it holds anything else; what was found on disk comes there beside the next steps."""
         self._slots.take(choice, session)
-        session.start(choice.slot, choice.n_cached)
+        if found is None:
+            session.start(choice.slot, choice.n_cached)
+        else:
+            session.load(choice.slot, found.entry.header.n_tokens)
+        if not self._try(lambda: self._prepare(choice, session), session):
+            return
+        self._keeping.plan(session, choice)
+        if self._disk is not None:
+            self._disk.moved_in(session, choice, found)
+        if choice.reuse == "live" and not session.is_manual:  # the state at the end of a turn, which the next token destroys
+            self._try(lambda: self._keeping.keep(session))
+
+    def _prepare(self, choice: Choice, session: Session) -> None:
+        """Bring a slot to where its session begins."""
+        if choice.must_clear:
+            self._device.clear(choice.slot)
+        if choice.snapshot is not None and choice.source is not None:
+            self._device.restore(choice.snapshot, choice.source, choice.slot)
+        self._device.adjust(choice.slot, session.request)
+        if (first_mask := session.first_mask) is not None:
+            self._device.mask(choice.slot, first_mask)
+
+    def _visit_disk(self, *, decoding: bool) -> bool:
+        """Go on with what is being saved and loaded; says whether there is any."""
+        if (disk := self._disk) is None:
+            return False
+        self._try(lambda: disk.advance_saves(decoding=decoding))
+        loading = [session for session in self._slots.residents() if session.state is State.LOADING]
+        self._try(lambda: self._begin_loaded(disk.advance_loads(decoding=decoding)), *loading)
+        return disk.is_busy
+
+    def _begin_loaded(self, sessions: Iterable[Session]) -> None:
+        for session in sessions:
+            assert session.slot is not None
+            session.start(session.slot, session.n_cached)
+            self._keeping.keep(session)
+
+    def _keep_those_of(self, launched: Prefill | Decode) -> None:
+        """Keep states behind a step that was just launched, in memory and on disk."""
+        if self._disk is not None:
+            self._disk.launched(launched.sessions)
+        if isinstance(launched, Prefill):
+            self._keeping.keep_on_the_way(launched.session)
+
+    def _try(self, operation: Callable[[], None], *sessions: Session) -> bool:
+        """Ask something of the device beside the steps; a failure ends these sessions. Says whether it went well."""
         try:
-            if choice.must_clear:
-                self._device.clear(choice.slot)
-            if choice.snapshot is not None and choice.source is not None:
-                self._device.restore(choice.snapshot, choice.source, choice.slot)
-            self._device.adjust(choice.slot, session.request)
-            if (first_mask := session.first_mask) is not None:
-                self._device.mask(choice.slot, first_mask)
+            operation()
         except DeviceStepError as error:
-            self._fail_step((session,), error)
-            return
-        if not session.is_manual:
-            if self._device.n_snapshots:
-                marks = (choice.parts_at, *(session.request.marks if session.request else ()))
-                session.stops = plan_stops(session.prompt_end, choice.n_cached, marks, self._slots.spacing)
-            if choice.reuse == "live":  # the state at the end of a turn, which the next token destroys
-                self._keep(session, self._slots.spacing)
-
-    def _keep(self, session: Session, distance: int) -> None:
-        """Take a snapshot of a session as far as it was launched, if the last one of its slot is `distance` tokens back."""
-        assert session.slot is not None
-        if session.n_fed - self._slots.snapshots.last_of(session.slot) < distance:
-            return
-        session.stops = [stop for stop in session.stops if stop - session.n_fed >= self._slots.spacing]
-        entry = self._slots.keep(session)
-        if entry is not None:
-            self._counters.snapshots += 1
-            try:
-                self._device.save(session.slot, entry)
-            except DeviceStepError as error:  # the session itself is none the worse
-                self._slots.snapshots.forget()
-                self._fail_step((), error)
-
-    def _keep_on_the_way(self, session: Session) -> None:
-        """Take a snapshot behind a chunk that was just launched, where a stop was planned or the last one is far away."""
-        if session.is_manual or session.n_unfed == 0 or not self._device.n_snapshots:
-            return
-        is_stop = session.n_fed in session.stops
-        self._keep(session, self._slots.spacing if is_stop else snapshot_interval(session.prompt_end, self._config.prefill_quantum))
+            self._fail_step(sessions, error)
+            return False
+        return True
 
     def _take_masks(self) -> None:
         """Go on with the sessions whose masks are there, or whose grammar says that they are complete."""
@@ -293,8 +345,8 @@ class EngineCore:
         self._turns = self._turns.after(todo)
         launched = self._pipeline.launch(todo)
         self._count(todo)
-        if launched and isinstance(todo, Prefill):
-            self._keep_on_the_way(todo.session)
+        if launched:
+            self._try(lambda: self._keep_those_of(todo))
         self._read_all_but(1 if launched else 0)
         return True
 
@@ -349,7 +401,9 @@ class EngineCore:
         if isinstance(outcome.launch.plan, Prefill):
             n_done = outcome.launch.n_done
             if not session.is_manual:
-                self._events.append(Prefilled(session.id, n_done, session.prompt_end))
+                self._events.append(Prefilled(session.id, session.seen(n_done), session.seen(session.prompt_end)))
+            if outcome.tokens[index] < 0:
+                self._distrust(session)
             if n_done < session.prompt_end:
                 return
         token = outcome.tokens[index]
@@ -379,18 +433,26 @@ class EngineCore:
             while self._pipeline:
                 self._read()
             self._slots.forget()
+            if self._disk is not None:
+                self._disk.forget()
         for session in sessions:
             self._fail(session, DecodeFailedError(error.cause))
 
     def _fail(self, session: Session, error: Ds4jaxError) -> None:
         """End a session whose slot can no longer be trusted."""
         session.intact = False
+        self._distrust(session)
         if session.finished:
             self._release_if_done(session)
         elif session.is_manual:
             self._end_manual(session, error)
         else:
             self._finish(session, FinishReason.ERROR, str(error))
+
+    def _distrust(self, session: Session) -> None:
+        """Save nothing of a session that may have gone wrong."""
+        if self._disk is not None and session.slot is not None:
+            self._disk.saves.distrust(session.slot)
 
     def _finish(self, session: Session, reason: FinishReason, error: str | None = None) -> None:
         """End a request with its one Finish."""

@@ -20,6 +20,9 @@ class Counters:
     batches: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     reuses: Counter[str] = field(default_factory=Counter)
+    reused_tokens: Counter[str] = field(default_factory=Counter)
+    saves: Counter[str] = field(default_factory=Counter)
+    failed_saves: int = 0
     prefill_chunks: int = 0
     prefill_tokens: int = 0
     prefill_padding: int = 0
@@ -44,11 +47,12 @@ class Counters:
         self.prefill_padding += bucket - n_tokens
 
     def admitted(self, n_prompt: int, n_cached: int, reuse: str | None) -> None:
-        """Count a request that got a slot; reuse: what it gained from (`slots.Choice.reuse`)."""
+        """Count a request that got a slot; reuse: what it gained from (`slots.Choice.reuse`, or disk)."""
         self.prompt_tokens += n_prompt
         self.cached_tokens += n_cached
         if reuse is not None:
             self.reuses[reuse] += 1
+            self.reused_tokens[reuse] += n_cached
 
     def waited(self, wait_us: int) -> None:
         """Count a coalescing window."""
@@ -78,6 +82,9 @@ class Counters:
             prefill_padding=self.prefill_padding,
             coalesce_windows=self.coalesce_windows,
             reuses=dict(self.reuses),
+            reused_tokens=dict(self.reused_tokens),
+            saves=dict(self.saves),
+            failed_saves=self.failed_saves,
             snapshots=self.snapshots,
             kv_tokens=sum(s.n_fed for s in residents if not s.finished),
         )

@@ -7,12 +7,15 @@ enqueued before the tokens of the last one are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from ds4jax.model.mask import ALWAYS, NEVER
 from ds4jax.serving.engine.api import GenerateRequest, SamplingParams, TokenLogprobs
+from ds4jax.serving.engine.kvstore import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,18 @@ class StepHandle(Protocol):
 
     def logits(self) -> Any:
         """Wait for the step; NumPy float32 [live rows, V]. Raises DeviceStepError."""
+        ...
+
+
+class Piece(Protocol):
+    """A part of a slot on its way to the host, as it was behind all that was enqueued before."""
+
+    def ready(self) -> bool:
+        """Whether the device has made it, so that `arrays` waits for a copy at most."""
+        ...
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Wait for it: arrays by name. Raises DeviceStepError."""
         ...
 
 
@@ -140,6 +155,30 @@ class Device(Protocol):
 
         Enqueued in order with the steps. Raises DeviceStepError.
         """
+        ...
+
+    def session_parts(self, n_tokens: int) -> tuple[Part, ...]:
+        """List the arrays of a session of n_tokens, as files have them."""
+        ...
+
+    def n_pieces(self, n_tokens: int) -> int:
+        """Count the pieces of the rows of a session, each of a bounded size."""
+        ...
+
+    def export_state(self, slot: int) -> Piece:
+        """Enqueue a copy of what the next token of a slot overwrites. Raises DeviceStepError."""
+        ...
+
+    def export_rows(self, slot: int, piece: int, n_tokens: int) -> Piece:
+        """Enqueue a copy of one piece of the rows of a slot's first n_tokens. Raises DeviceStepError."""
+        ...
+
+    def import_rows(self, slot: int, piece: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put one piece of a session's rows into a slot. arrays: of the whole session. Enqueued in order. Raises DeviceStepError."""
+        ...
+
+    def import_state(self, slot: int, n_tokens: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Bring a slot that has all rows of a session to its end. Enqueued in order. Raises DeviceStepError."""
         ...
 
     @property

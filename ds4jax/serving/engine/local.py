@@ -11,14 +11,17 @@ from ds4jax.model.spec import ModelSpec
 from ds4jax.serving.engine import loop
 from ds4jax.serving.engine.api import SamplingParams
 from ds4jax.serving.engine.buckets import chunk_buckets, row_buckets
+from ds4jax.serving.engine.kvstore import KVPolicy
 from ds4jax.serving.engine.memory import MemoryPlan, plan_memory, require_fit
 from ds4jax.serving.engine.programs import Program, ProgramStore, Shapes
 from ds4jax.serving.engine.runner import Runner
+from ds4jax.serving.engine.saved import open_saved
+from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.stream import Utf8Decoder
 
 
-def engine_shapes(spec: ModelSpec, config: EngineConfig) -> Shapes:
-    """List what an engine of this configuration compiles."""
+def engine_shapes(spec: ModelSpec, config: EngineConfig, *, on_disk: bool = False) -> Shapes:
+    """List what an engine of this configuration compiles. on_disk: whether it keeps sessions there."""
     return Shapes(
         spec,
         config.slots,
@@ -26,6 +29,7 @@ def engine_shapes(spec: ModelSpec, config: EngineConfig) -> Shapes:
         row_buckets(config.slots),
         chunk_buckets(config.ctx, config.prefill_quantum, config.mixed_prefill_quantum),
         config.n_snapshots,
+        transfers=on_disk,
     )
 
 
@@ -44,6 +48,9 @@ class Engine(loop.Engine):
         coalesce_us: longest wait from the first pending row to a launch.
         config: all of the above and the rest at once, instead of them.
         early: be ready as soon as the programs that suffice are, and compile the other buckets beside the serving.
+        kv_disk: a folder in which sessions are kept that lose their slot or outlive the engine; other engines may share it.
+        kv_policy: what is kept there; ds4's defaults.
+        memory: of the calls of tools, which is kept along.
         on_plan, on_program: called with the memory plan, and with each program as it is compiled or found on disk.
 
     Raises:
@@ -63,16 +70,20 @@ class Engine(loop.Engine):
         on_plan: Callable[[MemoryPlan], None] | None = None,
         on_program: Callable[[Program], None] | None = None,
         early: bool = False,
+        kv_disk: Path | None = None,
+        kv_policy: KVPolicy | None = None,
+        memory: ReplayMemory | None = None,
     ) -> None:
         config = config or EngineConfig(slots=slots, ctx=ctx, coalesce_us=coalesce_us)
-        shapes = engine_shapes(model.spec, config)
+        shapes = engine_shapes(model.spec, config, on_disk=kv_disk is not None)
         plan = plan_memory(model.spec, shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1], n_snapshot=shapes.n_snapshot)
         if on_plan:
             on_plan(plan)
         require_fit(plan, model.spec)
         self.model = model
         self.runner = Runner(model, shapes, ProgramStore(program_directory()), on_program, early=early)
-        super().__init__(self.runner, config)
+        saved = None if kv_disk is None else open_saved(kv_disk, model, config.ctx, kv_policy or KVPolicy(), memory)
+        super().__init__(self.runner, config, saved=saved)
 
     @property
     def compiling(self) -> bool:

@@ -28,6 +28,7 @@ from ds4jax.errors import DecodeInFlightError, EngineStoppedError
 from ds4jax.serving.engine.api import EngineStats, Event, Finish, FinishReason, GenerateRequest, SamplingParams, Sink
 from ds4jax.serving.engine.core import ENGINE_CLOSED, EngineCore, Returned, monotonic_us
 from ds4jax.serving.engine.device import Device
+from ds4jax.serving.engine.disk import SavedSessions
 from ds4jax.serving.engine.log import logger
 from ds4jax.serving.engine.notebook import Logits, NotebookSession, Operation, stream_tokens
 from ds4jax.serving.engine.session import Session
@@ -42,11 +43,12 @@ class Engine:
         device: weights, cache and programs; nobody else may use it from now on.
         config: policy (windows, quanta, queue limit, batch log).
         hang_after_s: a step that takes longer makes `alive` say no.
+        saved: the sessions on disk, if any are kept there.
     """
 
-    def __init__(self, device: Device, config: EngineConfig, *, hang_after_s: float = 30.0) -> None:
+    def __init__(self, device: Device, config: EngineConfig, *, hang_after_s: float = 30.0, saved: SavedSessions | None = None) -> None:
         self._n_ctx = device.n_ctx
-        self._core = EngineCore(device, config)
+        self._core = EngineCore(device, config, saved=saved)
         self._hang_after_us = int(hang_after_s * 1e6)
         self._bell = threading.Condition()  # guards everything below; rung when the inbox has something
         self._inbox: list[tuple[Callable[[EngineCore], Any], Future[Any] | None]] = []

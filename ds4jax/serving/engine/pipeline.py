@@ -58,6 +58,12 @@ class Pipeline:
     def __init__(self, device: Device, clock_us: Callable[[], int]) -> None:
         self._device, self._clock_us = device, clock_us
         self._launches: deque[Launch] = deque()
+        self.n_launched = 0
+
+    @property
+    def n_read(self) -> int:
+        """Launches so far whose results were read."""
+        return self.n_launched - len(self._launches)
 
     def __len__(self) -> int:
         return len(self._launches)
@@ -74,6 +80,7 @@ class Pipeline:
             for session in plan.rows:
                 session.row_launched(now_us)
         self._launches.append(Launch(plan, handle, now_us, n_done))
+        self.n_launched += 1
         return not isinstance(handle, DeviceStepError)
 
     def _enqueue(self, plan: Prefill | Decode) -> StepHandle | DeviceStepError:

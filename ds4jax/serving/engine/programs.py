@@ -32,6 +32,7 @@ from ds4jax.model.sampling import RowSampling
 from ds4jax.model.snapshot import Snapshots, init_snapshots, restore, save
 from ds4jax.model.spec import FlatModel, ModelSpec, abstract_model
 from ds4jax.model.steps import decode_step, prefill_chunk
+from ds4jax.model.transfer import Arrays, export_rows, export_state, import_rows, import_state
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.log import logger
 
@@ -39,11 +40,15 @@ Leaves = Sequence[Any]
 Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens), or one of SLOT_KEYS
 SLOT_KEYS: tuple[Key, ...] = (("clear", 0), ("adjust", 0))
 SNAPSHOT_KEYS: tuple[Key, ...] = (("save", 0), ("restore", 0))
+TRANSFER_KEYS: tuple[Key, ...] = (("export_state", 0), ("export_rows", 0), ("import_state", 0), ("import_rows", 0))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What an engine compiles for: a model, its slots, the buckets, and how many snapshots of slots are kept."""
+    """What an engine compiles for.
+
+    n_snapshot: states of slots that are kept. transfers: whether slots also go to files and come from there.
+    """
 
     spec: ModelSpec
     n_slot: int
@@ -51,11 +56,12 @@ class Shapes:
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     n_snapshot: int = 0
+    transfers: bool = False
 
     @property
     def slot_keys(self) -> tuple[Key, ...]:
         """The programs that set a slot or keep it; no engine can do without them."""
-        return (*SLOT_KEYS, *SNAPSHOT_KEYS) if self.n_snapshot else SLOT_KEYS
+        return (*SLOT_KEYS, *(SNAPSHOT_KEYS if self.n_snapshot else ()), *(TRANSFER_KEYS if self.transfers else ()))
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -158,6 +164,33 @@ def _restore(tree: Any, pool_tree: Any, state_leaves: Leaves, target: jax.Array,
     return tuple(jax.tree.leaves(replace(state, cache=cache)))
 
 
+def _export(tree: Any, export: Callable[..., dict[str, jax.Array]], state_leaves: Leaves, *where: jax.Array) -> dict[str, jax.Array]:
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    return export(state.cache, *where)
+
+
+def _import_state(tree: Any, state_leaves: Leaves, slot: jax.Array, arrays: Arrays, position: jax.Array) -> Any:
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    return tuple(jax.tree.leaves(replace(state, cache=import_state(state.cache, slot, arrays, position))))
+
+
+def _import_rows(tree: Any, state_leaves: Leaves, slot: jax.Array, arrays: Arrays, piece: jax.Array) -> Any:
+    state: SlotState = jax.tree.unflatten(tree, state_leaves)
+    return tuple(jax.tree.leaves(replace(state, cache=import_rows(state.cache, slot, piece, arrays))))
+
+
+def _lower_transfer(shapes: Shapes, kind: str, tree: Any, state_leaves: tuple[Any, ...]) -> Any:
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    way, _, what = kind.partition("_")
+    export, where = (export_state, (number,)) if what == "state" else (export_rows, (number, number))
+    exported = partial(_export, tree, export)
+    if way == "export":
+        return jax.jit(exported).lower(state_leaves, *where)
+    arrays = jax.eval_shape(exported, state_leaves, *where)
+    take = _import_state if what == "state" else _import_rows
+    return jax.jit(partial(take, tree), donate_argnums=0).lower(state_leaves, number, arrays, number)
+
+
 def lower(shapes: Shapes, key: Key) -> Any:
     """Trace and lower one program from shapes alone. Arguments and results are flat tuples: a stored program holds no types of ours."""
     leaves, tree = jax.tree.flatten(shapes.abstract_state())
@@ -169,6 +202,8 @@ def lower(shapes: Shapes, key: Key) -> Any:
     if kind == "adjust":
         one = tuple(jax.tree.leaves(jax.eval_shape(partial(init_adjustments, 1, shapes.spec.config.n_vocab))))
         return jax.jit(partial(_adjust, tree), donate_argnums=0).lower(state_leaves, slot, one)
+    if key in TRANSFER_KEYS:
+        return _lower_transfer(shapes, kind, tree, state_leaves)
     if kind in ("save", "restore"):
         pool, pool_tree = jax.tree.flatten(shapes.abstract_pool())
         if kind == "save":
@@ -273,6 +308,7 @@ def _scratch(executable: Any) -> int:
 def fingerprint(shapes: Shapes, key: Key) -> str:
     """Hash everything that decides a program: model, engine, bucket, versions, device, compiler flags and our own source."""
     device = jax.devices()[0]
+    shapes = replace(shapes, transfers=False)
     if key not in SNAPSHOT_KEYS:  # to the others, the pool is nothing
         shapes = replace(shapes, n_snapshot=0)
     what = {

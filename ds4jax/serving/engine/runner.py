@@ -6,7 +6,7 @@ Every launch consumes (donates) the cache and returns the next one; the arrays i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,12 +14,15 @@ import jax
 import numpy as np
 
 from ds4jax.errors import StaleCacheError
+from ds4jax.model import transfer
 from ds4jax.model.mask import n_words
 from ds4jax.model.model import Model
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingParams, TokenLogprobs
 from ds4jax.serving.engine.buckets import nearest
+from ds4jax.serving.engine.copies import Exported
 from ds4jax.serving.engine.device import UNMASKED, DeviceStepError, MaskRule, Row
+from ds4jax.serving.engine.kvstore import Part
 from ds4jax.serving.engine.log import logger
 from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all, init_pool, init_state, needed_first
 
@@ -88,6 +91,8 @@ class Runner:
         for program in compile_all(shapes, store, first):
             self._adopt(program)
         self.compile_misses = 0
+        self._abstract_cache = shapes.abstract_state().cache
+        self._row_capacities = transfer.row_capacities(self._abstract_cache)
         self._masks = np.zeros((self.n_slots, n_words(self.n_vocab)), np.uint32)
         self._uploaded_masks: jax.Array | None = None
         self._pool: tuple[jax.Array, ...] = self._new_pool()
@@ -187,6 +192,43 @@ class Runner:
         """Enqueue a return to a snapshot; see `Device.restore`."""
         self._set_slot(("restore", 0), target, self._pool, np.array([entry, source], np.int32))
 
+    # ------------------------------------------------------------------ files
+    def session_parts(self, n_tokens: int) -> tuple[Part, ...]:
+        """List the arrays of a session; see `Device.session_parts`."""
+        return tuple(Part(*part) for part in transfer.parts(self._abstract_cache, n_tokens))
+
+    def n_pieces(self, n_tokens: int) -> int:
+        """Count the pieces of the rows of a session."""
+        return transfer.n_pieces(n_tokens)
+
+    def export_state(self, slot: int) -> Exported:
+        """Enqueue a copy of a slot's state to the host; see `Device.export_state`."""
+        return Exported(self._export(("export_state", 0), slot))
+
+    def export_rows(self, slot: int, piece: int, n_tokens: int) -> Exported:
+        """Enqueue a copy of some rows to the host; see `Device.export_rows`."""
+        arrays = self._export(("export_rows", 0), slot, piece)
+        return Exported(arrays, lambda rows: transfer.live_rows(rows, self._row_capacities, piece, n_tokens))
+
+    def import_rows(self, slot: int, piece: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Enqueue a copy of some rows from the host; see `Device.import_rows`."""
+        self._set_slot(("import_rows", 0), slot, transfer.rows_of_piece(arrays, self._row_capacities, piece), np.int32(piece))
+
+    def import_state(self, slot: int, n_tokens: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Enqueue a copy of a state from the host; see `Device.import_state`."""
+        state = {name: array for name, array in arrays.items() if name not in self._row_capacities}
+        self._set_slot(("import_state", 0), slot, state, np.int32(n_tokens))
+
+    def _export(self, key: Key, *where: int) -> dict[str, jax.Array]:
+        program = self._program(key)
+        leaves = self._cache.take(program.name)
+        self._cache = DeviceCache(leaves)  # it is only read
+        try:
+            arrays: dict[str, jax.Array] = program.executable(leaves, *map(np.int32, where))
+        except Exception as error:
+            raise self._recover(error, leaves) from error
+        return arrays
+
     def _set_slot(self, key: Key, slot: int, *what: Any) -> None:
         program = self._program(key)
         leaves = self._cache.take(program.name)
@@ -275,5 +317,9 @@ class Runner:
         if self.n_snapshots:
             self.save(0, 0)
             self.restore(0, 0, 0)
+        if self.shapes.transfers:
+            state, rows = self.export_state(0).arrays(), self.export_rows(0, 0, self.n_ctx).arrays()
+            self.import_rows(0, 0, rows)
+            self.import_state(0, 0, state)
         if last is not None:
             last.tokens()

@@ -15,12 +15,14 @@ from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, Mat
 from ds4jax.serving.engine.device import MASKED, UNMASKED, MaskRule, Row
 
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
+_MOST_LONGER = 64  # tokens that an answer may lose to a prompt which is kept in more tokens than it was sent in
 
 
 class State(StrEnum):
     """What a session waits for."""
 
     WAITING = "waiting"  # for a slot
+    LOADING = "loading"  # for the beginning of its prompt to come from disk into its slot
     PREFILLING = "prefilling"  # for its next prompt chunk to be launched
     PENDING = "pending"  # for its next decode step to be launched; the last one may still be unread
     IN_FLIGHT = "in_flight"  # for a result, without which nothing of it can be launched
@@ -55,6 +57,9 @@ class Session:
         self.pending_since_us = 0
         self.idle_since_us = 0
         self.stops: list[int] = []  # where prefill pauses for a snapshot, ascending
+        self.save_stops: list[int] = []  # where it pauses to be saved on disk, ascending
+        self.cold_at: int | None = None  # which of those is of use to other prompts
+        self.n_longer = 0  # tokens by which the prompt grew when its beginning was taken as another one had it
         self.builder: tuple[Session, int] | None = None  # who computes the beginning of this prompt, and how much of it
         self.error: Ds4jaxError | None = None  # why a manual session ended
         self.sampling = _GREEDY
@@ -94,7 +99,28 @@ class Session:
         """What the slot holds, once every launch was read; None if that is unknown."""
         return self.tokens[: self.n_fed] if self.intact else None
 
+    # ------------------------------------------------------------ another beginning
+    def may_begin_with(self, n_tokens: int, n_covered: int) -> bool:
+        """Whether its first n_covered tokens may give way to n_tokens others: the answer must have room as before."""
+        room = self.n_ctx - self.prompt_end - (n_tokens - n_covered)
+        return n_covered < self.prompt_end and room >= min(self._limit, self.n_ctx - self.prompt_end - _MOST_LONGER)
+
+    def begin_with(self, tokens: Sequence[int], n_covered: int) -> None:
+        """Replace the first n_covered tokens of the prompt by others of the same text. Counts that others see stay those of the prompt."""
+        self.tokens[:n_covered] = tokens
+        self.n_longer = len(self.tokens) - self.prompt_end
+        self.prompt_end = len(self.tokens)
+        self._limit = min(self._limit, self.n_ctx - self.prompt_end)
+
+    def seen(self, n_tokens: int) -> int:
+        """Convert a number of tokens in the slot to one of the prompt as it was sent."""
+        return max(n_tokens - self.n_longer, 0)
+
     # ------------------------------------------------------------ launches
+    def load(self, slot: int, n_cached: int) -> None:
+        """Move into a slot that is being filled with the first n_cached tokens of the prompt."""
+        self.slot, self.n_cached, self.state = slot, n_cached, State.LOADING
+
     def start(self, slot: int, n_cached: int) -> None:
         """Move into a slot that holds the first n_cached tokens of the prompt."""
         self.slot, self.n_cached, self.n_fed = slot, n_cached, n_cached
@@ -109,7 +135,7 @@ class Session:
     @property
     def n_until_stop(self) -> int:
         """Tokens of the prompt up to the next stop, or its end."""
-        return next((stop for stop in self.stops if stop > self.n_fed), self.prompt_end) - self.n_fed
+        return min(stop for stop in (*self.stops, *self.save_stops, self.prompt_end) if stop > self.n_fed) - self.n_fed
 
     def stop_before(self, position: int, spacing: int) -> int:
         """Make sure of a stop not more than `spacing` tokens before a position that is still to come; returns where."""
@@ -177,7 +203,7 @@ class Session:
 
     def finish_event(self, reason: FinishReason, error: str | None = None) -> Finish:
         """Make the last event of a driven session."""
-        return Finish(self.id, reason, self.prompt_end, self.n_cached, self.n_generated, error)
+        return Finish(self.id, reason, self.seen(self.prompt_end), self.seen(self.n_cached), self.n_generated, error)
 
     # ------------------------------------------------------------ grammars
     @property

@@ -33,6 +33,11 @@ class Choice(NamedTuple):
             return "live" if self.n_cached else None
         return "rewind" if self.source == self.slot else "fork"
 
+    @property
+    def n_kept(self) -> int:
+        """Tokens of what the slot holds that stay."""
+        return 0 if self.must_clear or self.source not in (None, self.slot) else self.n_cached
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -130,6 +135,23 @@ class SlotTable:
         empty = history is not None and not history
         conversation = session.request.conversation if session.request else None
         self._slots[index] = _Slot(None, list(history or ()), empty, prompt_end, conversation, self._releases)
+
+    def left(self, index: int) -> tuple[list[int], int]:
+        """Return what a free slot holds, [] if that cannot be trusted, and how much of it was a prompt."""
+        slot = self._slots[index]
+        assert slot.session is None
+        return slot.history, min(slot.prompt_end, len(slot.history))
+
+    def rewind(self, index: int, position: int) -> None:
+        """Note that a free slot went back to a position."""
+        slot = self._slots[index]
+        slot.history = slot.history[:position]
+        self.snapshots.cut(index, position)
+
+    def by_last_use(self) -> list[int]:
+        """List the free slots, the one that was left last first."""
+        free = [index for index, slot in enumerate(self._slots) if slot.session is None]
+        return sorted(free, key=lambda index: -self._slots[index].freed_at)
 
     def forget(self) -> None:
         """Drop the histories of all free slots and all snapshots, because the cache behind them is lost."""

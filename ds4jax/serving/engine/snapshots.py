@@ -55,6 +55,12 @@ class SnapshotPool:
         """Position of the latest snapshot of what a slot holds; 0 if there is none."""
         return max((entry.position for entry in self._entries if entry is not None and slot in entry.homes), default=0)
 
+    def latest(self, slot: int, most: int) -> Found | None:
+        """Find the latest snapshot of the first `most` tokens of what a slot holds."""
+        mine = [(entry.position, index) for index, entry in enumerate(self._entries) if entry is not None and slot in entry.homes]
+        position, index = max((one for one in mine if one[0] <= most), default=(0, -1))
+        return Found(index, position, frozenset({slot})) if position else None
+
     def touch(self, index: int, *, is_shared: bool = False) -> None:
         """Note that a snapshot was used. is_shared: for more than the conversation that it was taken of."""
         entry = self._entries[index]

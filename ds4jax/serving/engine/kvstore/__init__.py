@@ -5,6 +5,20 @@ from ds4jax.serving.engine.kvstore.format import Entry, Part, Reason
 from ds4jax.serving.engine.kvstore.keys import Identity
 from ds4jax.serving.engine.kvstore.policy import KVPolicy
 from ds4jax.serving.engine.kvstore.saving import Saving
-from ds4jax.serving.engine.kvstore.store import Draft, KVStore, open_store
+from ds4jax.serving.engine.kvstore.store import Draft, Found, KVStore, open_store
+from ds4jax.serving.engine.kvstore.texts import TokenTexts
 
-__all__ = ["Draft", "Entry", "Identity", "KVPolicy", "KVStore", "Part", "Reason", "Saving", "StoredEntry", "open_store"]
+__all__ = [
+    "Draft",
+    "Entry",
+    "Found",
+    "Identity",
+    "KVPolicy",
+    "KVStore",
+    "Part",
+    "Reason",
+    "Saving",
+    "StoredEntry",
+    "TokenTexts",
+    "open_store",
+]

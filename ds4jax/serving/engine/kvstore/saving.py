@@ -32,13 +32,15 @@ class Saving:
         self._queued: deque[tuple[Future[None], int]] = deque()
         self._writer: EntryWriter | None = None
         self._wanted = True
+        self._given_up = False
+        self.failed = False
         self._result: Future[bool] | None = None
         self._submit(lambda: self._begin(start), 0)
 
     @property
     def wanted(self) -> bool:
         """Whether more pieces are of use: False once the save failed or the session was found to be on disk already."""
-        return self._wanted
+        return self._wanted and not self._given_up
 
     @property
     def ended(self) -> bool:
@@ -63,7 +65,7 @@ class Saving:
             expected = f"{self._missing_bytes[name]} more bytes of {self._dtypes[name]}" if name in self._dtypes else sorted(self._dtypes)
             raise ValueError(f"a piece of {name}: got {piece.nbytes} bytes of {piece.dtype}, expected {expected}")
         self._missing_bytes[name] -= piece.nbytes
-        if self._wanted:
+        if self.wanted:
             data = memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
             self._submit(lambda: self._write(name, data), piece.nbytes)
 
@@ -79,18 +81,25 @@ class Saving:
     def cancel(self) -> None:
         """Give the save up and leave nothing behind. Does nothing once it has ended."""
         if self._result is None:
+            self._given_up = True
             self._result = self._disk.submit(self._abort)
+
+    def abandon(self) -> None:
+        """Give the save up even if it has ended, unless it is on disk by now. What was handed over is not written any more."""
+        self.cancel()
+        self._given_up = True
 
     def _submit(self, task: Callable[[], None], n_bytes: int) -> None:
         self._queued.append((self._disk.submit(self._guarded, task), n_bytes))
 
     # ---------------------------------------------------------------- on the disk's thread
     def _guarded(self, task: Callable[[], None]) -> None:
-        if not self._wanted:
+        if not self.wanted:
             return
         try:
             task()
         except OSError as error:
+            self.failed = True
             self._abort()
             self._on_error(error)
 
@@ -108,7 +117,7 @@ class Saving:
             self._writer.commit()
 
         self._guarded(commit)
-        return self._wanted
+        return self._abort() if self._given_up else self._wanted
 
     def _abort(self) -> bool:
         self._wanted = False

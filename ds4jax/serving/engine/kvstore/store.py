@@ -32,9 +32,12 @@ from ds4jax.serving.engine.kvstore.keys import Identity, as_tokens, entry_key, p
 from ds4jax.serving.engine.kvstore.policy import KVPolicy
 from ds4jax.serving.engine.kvstore.room import Room
 from ds4jax.serving.engine.kvstore.saving import Saving
+from ds4jax.serving.engine.kvstore.texts import TokenTexts
 from ds4jax.serving.engine.kvstore.trouble import Trouble, Warn
 
 logger = logging.getLogger("ds4jax.kvstore")
+
+_READERS = 4  # a short session need not wait for a long one
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,28 @@ class Draft:
     replay: bytes = b""
 
 
+@dataclass(frozen=True)
+class Found:
+    """A saved session to continue. n_covered: tokens of the prompt that it stands for: all its own, or others of the same text."""
+
+    entry: Entry
+    n_covered: int
+
+
 def open_store(
     folder: Path,
     identity: Identity,
     n_ctx: int,
     policy: KVPolicy | None = None,
     *,
+    texts: TokenTexts | None = None,
     warn: Warn = logger.warning,
     clock: Callable[[], float] = time.time,
 ) -> KVStore | None:
     """Open the folder of saved sessions, making it (for its owner alone) if need be; None, after a warning, if that is impossible.
 
-    n_ctx: tokens a slot holds here. clock: s since 1970. What killed servers left half written is deleted, and so is what exceeds
-    the budget.
+    n_ctx: tokens a slot holds here. texts: of the model's tokens; without them sessions are found by their tokens alone.
+    clock: s since 1970. What killed servers left half written is deleted, and so is what exceeds the budget.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,7 +86,7 @@ def open_store(
     except OSError as error:
         warn(f"--kv-disk-dir {folder}: {error.strerror}; sessions are not kept on disk. Name a folder that this user may write")
         return None
-    return KVStore(folder, identity, n_ctx, policy or KVPolicy(), warn, clock)
+    return KVStore(folder, identity, n_ctx, policy or KVPolicy(), texts, warn, clock)
 
 
 class KVStore:
@@ -84,13 +96,23 @@ class KVStore:
     are for one.
     """
 
-    def __init__(self, folder: Path, identity: Identity, n_ctx: int, policy: KVPolicy, warn: Warn, clock: Callable[[], float]) -> None:
-        self._folder, self._identity, self._n_ctx, self._policy, self._clock = folder, identity, n_ctx, policy, clock
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        n_ctx: int,
+        policy: KVPolicy,
+        texts: TokenTexts | None,
+        warn: Warn,
+        clock: Callable[[], float],
+    ) -> None:
+        self._folder, self._identity, self._n_ctx, self.policy, self._clock = folder, identity, n_ctx, policy, clock
+        self.texts = texts
         self._trouble = Trouble(folder, warn)
         self._index = Index(folder)
         self._room = Room(folder, self._index, identity, policy, clock, self._trouble)
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="kv-load")
+        self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-load")
         self._savings: dict[str, Saving] = {}
         try:
             self._room.tidy()
@@ -106,9 +128,15 @@ class KVStore:
         matching = {n: entry for n, entry in usable if entry.key == keys[n]}
         return matching[max(matching)] if matching else None
 
-    def find_text(self, text: bytes) -> StoredEntry | None:
-        """Return the saved session with the longest text that begins this one, something being left to encode; then the most tokens."""
+    def find_text(self, text: bytes, ends: np.ndarray | None = None) -> StoredEntry | None:
+        """Return the saved session with the longest text that begins this one, something being left to encode; then the most tokens.
+
+        ends: the only lengths of a text that are of use.
+        """
         usable = [(header, entry) for entry, header in self._usable() if 0 < header.n_text < len(text)]
+        if ends is not None:
+            useful = set(ends.tolist())
+            usable = [(header, entry) for header, entry in usable if header.n_text in useful]
         digests = prefix_text_digests(text, (header.n_text for header, _ in usable))
         matching = {(h.n_text, h.n_tokens): entry for h, entry in usable if h.text_digest == digests[h.n_text]}
         return matching[max(matching)] if matching else None
@@ -123,19 +151,33 @@ class KVStore:
         record_use(entry.path, self._clock())
         return loaded
 
-    def fetch(self, tokens: Sequence[int] | np.ndarray, text: bytes = b"", beyond: int = 0) -> Future[Entry | None]:
-        """Find and load the session to continue, on the store's thread: by its tokens, or else by its text.
+    def fetch(self, tokens: Sequence[int] | np.ndarray, beyond: int = 0) -> Future[Found | None]:
+        """Find and load the session to continue a prompt with, on a thread of the store: by its text, or else by its tokens.
 
         beyond: tokens that the server has already, so that nothing shorter is worth loading.
         """
 
-        def read() -> Entry | None:
-            for entry in (self.find(tokens), self.find_text(text)):
-                if entry is not None and entry.header is not None and entry.header.n_tokens > beyond:
-                    return self.load(entry)
+        def read() -> Found | None:
+            for entry, n_covered in self._candidates(as_tokens(tokens)):
+                if n_covered > beyond and (loaded := self.load(entry)) is not None:
+                    return Found(loaded, n_covered)
             return None
 
         return self._reading.submit(read)
+
+    def _candidates(self, tokens: np.ndarray) -> Iterator[tuple[StoredEntry, int]]:
+        """Yield what a prompt may go on from, and how many of its tokens that covers, the most first.
+
+        Sessions of the same tokens have the same text, so looking for the text finds as much at least.
+        """
+        if self.texts is not None:
+            reading = self.texts.read(tokens.tolist())
+            entry = self.find_text(reading.text, reading.ends)
+            if entry is not None and entry.header is not None and (n := reading.n_tokens_of(entry.header.n_text)) is not None:
+                yield entry, n
+        entry = self.find(tokens)
+        if entry is not None and entry.header is not None:
+            yield entry, entry.header.n_tokens
 
     def discard(self, entry: StoredEntry) -> None:
         """Delete a session that was found, for one whose state turned out to be of no use."""
@@ -157,7 +199,7 @@ class KVStore:
             (entry, header)
             for entry, header in found
             if (header.model, header.layout) == (self._identity.model, self._identity.layout)
-            and self._policy.min_tokens <= header.n_tokens < self._n_ctx
+            and self.policy.min_tokens <= header.n_tokens < self._n_ctx
         ]
 
     def _scan(self) -> list[StoredEntry]:
@@ -177,12 +219,12 @@ class KVStore:
         tokens = as_tokens(draft.tokens)
         key = entry_key(self._identity, tokens)
         header = self._header(draft, tokens)
-        if len(tokens) < self._policy.min_tokens or key in self._savings:
+        if len(tokens) < self.policy.min_tokens or key in self._savings:
             return None
-        if header.file_bytes > self._policy.budget_bytes:
+        if header.file_bytes > self.policy.budget_bytes:
             self._trouble.once(
                 "size",
-                f"--kv-disk-space-mb {self._policy.space_mb}: a session of {len(tokens)} tokens takes {header.file_bytes >> 20} MiB on "
+                f"--kv-disk-space-mb {self.policy.space_mb}: a session of {len(tokens)} tokens takes {header.file_bytes >> 20} MiB on "
                 "disk and is not saved; raise it",
             )
             return None
@@ -213,12 +255,18 @@ class KVStore:
             saving.put(name, piece)
         return saving.finish()
 
-    def close(self) -> None:
-        """Wait for what is being written; saves that were never finished leave nothing behind."""
+    def close(self, within_s: float | None = None) -> None:
+        """Wait for what is being written, at most so long; saves that were never finished leave nothing behind."""
         for saving in self._savings.values():
             saving.cancel()
+        self._reading.shutdown(wait=False, cancel_futures=True)
+        done = self._writing.submit(lambda: None)  # the queue is in order
+        try:
+            done.result(within_s)
+        except TimeoutError:
+            for saving in self._savings.values():
+                saving.abandon()
         self._writing.shutdown()
-        self._reading.shutdown()
 
     def _header(self, draft: Draft, tokens: np.ndarray) -> Header:
         lead = (

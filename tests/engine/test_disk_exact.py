@@ -1,0 +1,88 @@
+"""A slot that goes to the host piece by piece and comes back has the bits of a cold run, whatever lay in its new place, beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from ds4jax import Engine
+from ds4jax.model import transfer
+from ds4jax.serving.engine.programs import TRANSFER_KEYS, ProgramStore
+from ds4jax.serving.engine.runner import Runner
+from tests.engine.test_snapshots_exact import BESIDE, COLD, MORE, OTHER, TOKENS, contents, continued, feed
+from tests.model.oracle import SMOOTH
+
+CUTS = (1, 3, 4, 5, 63, 64, 127, 128, 129, 255, 256, 257, 384, 600 - MORE)
+SAVED, LOADED = 1, 2
+
+
+@pytest.fixture(scope="module")
+def runner(engines: Callable[[str], Engine]) -> Iterator[Runner]:
+    """The engine of other tests, with programs that take a sixth of its slots at a time: never kept, for users' are larger."""
+    runner = engines(SMOOTH.name).runner
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "PIECE_TOKENS", 128)
+        mine = {key: ProgramStore(None).get(runner.shapes, key) for key in TRANSFER_KEYS}
+        before = dict(runner.programs)
+        runner.programs.update(mine)
+        yield runner
+        runner.programs = before
+
+
+def exported(runner: Runner, slot: int, n_tokens: int) -> dict[str, np.ndarray]:
+    """A session as a file holds it."""
+    pieces = [runner.export_rows(slot, piece, n_tokens) for piece in range(runner.n_pieces(n_tokens))]
+    rows = [piece.arrays() for piece in pieces]
+    return {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_save_and_load_give_the_bits_of_a_cold_run(runner: Runner, cut: int) -> None:
+    for slot in (COLD, SAVED, LOADED, BESIDE):
+        runner.clear(slot)
+    feed(runner, BESIDE, OTHER[:41])
+    more = TOKENS[cut : cut + MORE]
+    feed(runner, COLD, TOKENS[:cut])
+    feed(runner, SAVED, TOKENS[:cut])
+    state = runner.export_state(SAVED)
+    cold = continued(runner, COLD, more)
+    assert continued(runner, SAVED, more) == cold
+    arrays = exported(runner, SAVED, cut) | state.arrays()  # rows are copied when the session has gone on
+
+    parts = runner.session_parts(cut)
+    assert {part.name: (part.dtype, part.shape) for part in parts} == {name: (str(a.dtype), a.shape) for name, a in arrays.items()}
+
+    feed(runner, LOADED, OTHER[:300])
+    runner.clear(LOADED)
+    beside = contents(runner, BESIDE)
+    for piece in range(runner.n_pieces(cut)):
+        runner.import_rows(LOADED, piece, arrays)
+    runner.import_state(LOADED, cut, arrays)
+    assert contents(runner, BESIDE) == beside
+    assert continued(runner, LOADED, more) == cold
+    assert runner.compile_misses == 0
+
+
+@pytest.mark.parametrize("n_tokens", [1, 127, 128, 129, 255, 256, 500, 639])
+def test_a_file_does_not_say_how_much_its_slot_could_hold(runner: Runner, n_tokens: int) -> None:
+    """Pieces of a slot that ends within one overlap; what is cut from them follows one another all the same."""
+    capacity = {"comp4.x": 160, "comp128.x": 5}
+    rng = np.random.default_rng(n_tokens)
+    arrays = {"comp4.x": rng.random((n_tokens // 4, 2, 3)), "comp128.x": rng.random((n_tokens // 128, 1, 3))}
+    slot = {name: np.zeros((n_row, *arrays[name].shape[1:])) for name, n_row in capacity.items()}
+    for piece in range(transfer.n_pieces(n_tokens)):
+        for name, rows in transfer.rows_of_piece(arrays, capacity, piece).items():
+            n, first = transfer._extent(capacity[name], transfer._ratio(name), piece)
+            assert len(rows) == n
+            slot[name][first : first + n] = rows
+    back = []
+    for piece in range(transfer.n_pieces(n_tokens)):
+        whole = {}
+        for name in capacity:
+            n, first = transfer._extent(capacity[name], transfer._ratio(name), piece)
+            whole[name] = slot[name][first : first + n]
+        back.append(transfer.live_rows(whole, capacity, piece, n_tokens))
+    for name, array in arrays.items():
+        assert np.array_equal(np.concatenate([rows[name] for rows in back]), array)
