@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -347,3 +349,25 @@ async def test_many_at_once_and_those_that_leave(real: tuple[Server, Engine]) ->
             break
         await asyncio.sleep(0.005)
     assert engine.stats().n_running == 0
+
+
+def test_scores_of_a_prompt_are_those_of_the_model(real: tuple[Server, Engine]) -> None:
+    """What `echo` and `logprobs` give is what the logits say that a session by hand gets; and the text goes on as an ordinary one."""
+    server, engine = real
+    tokenizer = engine.model.tokenizer
+    ids = [tokenizer.bos_id, *np.random.default_rng(7).integers(8, 512, 40).tolist()]
+    fields: Any = {"model": "m", "prompt": ids, "max_tokens": 5, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+    with openai_client(server) as client:
+        scored = client.completions.create(echo=True, logprobs=1, **fields)
+        plain = client.completions.create(logprobs=1, **fields)
+    got, after = scored.choices[0].logprobs, plain.choices[0].logprobs
+    assert got is not None and got.token_logprobs is not None and got.tokens is not None and after is not None
+    assert got.tokens[len(ids) :] == after.tokens
+    assert scored.choices[0].text == tokenizer.decode(ids) + plain.choices[0].text
+    expected = []
+    with engine.open_session() as session:
+        for token, following in itertools.pairwise(ids):
+            logits = session.decode(token).astype(np.float64)
+            expected.append(logits[following] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+    assert got.token_logprobs[0] is None
+    np.testing.assert_allclose(got.token_logprobs[1 : len(ids)], expected, atol=1e-4)
