@@ -1,4 +1,4 @@
-"""`ds4jax bench serve`: what clients see of a server."""
+"""`ds4jax bench serve`: what clients see of a server, and what the server counted meanwhile."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ds4jax.cli.bench_counts import Counts, read_counts
 from ds4jax.cli.bench_report import append_csv, command_line, origin, percentile, print_table
 from ds4jax.cli.console import note, warn
 from ds4jax.errors import ConfigError, EngineStoppedError
@@ -32,6 +33,10 @@ def serve(
     model: Annotated[
         Path | None, typer.Option("-m", "--model", help="GGUF file for the server that is started. Default: a small model.")
     ] = None,
+    random: Annotated[
+        str | None, typer.Option("--random", help="Random weights for the server that is started: tiny, flash-q2, flash-q4, pro-q2, ...")
+    ] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Only the first so many layers of --random.")] = None,
     clients: Annotated[str, typer.Option(help="Numbers of clients to measure with, one after another.")] = "1,4,16",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
@@ -40,19 +45,33 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0.1, help="Longest a request may take, in seconds.")] = 120.0,
     csv: Annotated[Path | None, typer.Option("--csv", help="Append the results to this file.")] = None,
 ) -> None:
-    """Measure a server with streaming clients: time to the first token, time between tokens, tokens a second in all."""
+    """Measure a server with streaming clients: time to the first token, time between tokens, tokens a second in all.
+
+    full_tokens_per_s: the same while every client had an answer under way, so without their starting one after another: what to
+    compare with bench decode. rows: sessions that decoded together in a step, on average. compiled: programs compiled while
+    clients waited, which should be 0. Clients run in a process of their own and ask for all of max_tokens.
+    """
     from ds4jax.cli.bench import parse_counts
     from ds4jax.serving.http.bench_client import Workload, measure
 
     levels = parse_counts("--clients", clients)
-    if url is not None and model is not None:
-        raise ConfigError("--model is for a server that is started here; leave it out with --url")
-    with _server(url, model, max(levels), ctx) as address:
+    if url is not None and (model is not None or random is not None):
+        raise ConfigError("--model and --random are for a server that is started here; leave them out with --url")
+    if random is not None and model is not None:
+        raise ConfigError("--model and --random both name weights; give one of them")
+    if layers is not None and random is None:
+        raise ConfigError("--layers cuts random weights; name them with --random, such as --random flash-q2")
+    weights = _weights(model, random, layers)
+    with _server(url, weights, max(levels), ctx, compiles_first=random is None) as address:
         workload = Workload(address, prompt, max_tokens, requests, timeout)
         measure(workload, 1, seed=1)  # warm-up: the first request of a process pays for imports and connections
-        subject = {**origin(_device_name()), "model": address if url else model.name if model else "default"}
-        rows = [subject | _seen(measure(workload, n)) for n in levels]
-    shown = ("clients", "ttft_ms_p50", "ttft_ms_p99", "gap_ms_p50", "gap_ms_p99", "tokens_per_s", "errors")
+        subject = {**origin(_device_name()), "model": address if url else _name_of(model, random, layers)}
+        rows = []
+        for n in levels:
+            before = read_counts(address)
+            level = measure(workload, n)
+            rows.append(subject | _seen(level) | _counted(before, read_counts(address)))
+    shown = "clients ttft_ms_p50 ttft_ms_p99 gap_ms_p50 gap_ms_p99 tokens_per_s full_tokens_per_s rows compiled".split()
     sizes = {"prompt": prompt, "max_tokens": max_tokens, "ctx": ctx}
     print_table(f"serving, prompts of {prompt} tokens, answers of {max_tokens}: {subject['device']}", rows, shown)
     if csv is not None:
@@ -74,8 +93,37 @@ def _seen(level: Level) -> dict[str, Any]:
         "gap_ms_p50": percentile(gaps, 50),
         "gap_ms_p99": percentile(gaps, 99),
         "tokens_per_s": level.tokens_per_s,
+        "full_tokens_per_s": level.full_tokens_per_s,
         "errors": len(level.errors),
     }
+
+
+def _counted(before: Counts | None, after: Counts | None) -> dict[str, Any]:
+    """Sum up what the server counted over a level; nothing where it is another kind of server, which has no such numbers."""
+    if before is None or after is None:
+        return dict.fromkeys(("rows", "steps", "chunks", "compiled"), "")
+    over = after - before
+    if over.compiled:
+        warn(f"{over.compiled:.0f} programs were compiled while clients waited; the numbers of this level hold that too")
+    return {
+        "rows": over.rows / over.steps if over.steps else float("nan"),
+        "steps": int(over.steps),
+        "chunks": int(over.chunks),
+        "compiled": int(over.compiled),
+    }
+
+
+def _weights(model: Path | None, random: str | None, layers: int | None) -> list[str]:
+    """Name the weights as `ds4jax serve` has them named."""
+    if random is not None:
+        return ["--random", random, *(["--layers", str(layers)] if layers is not None else [])]
+    return [] if model is None else ["--model", str(model)]
+
+
+def _name_of(model: Path | None, random: str | None, layers: int | None) -> str:
+    if random is not None:
+        return random if layers is None else f"{random}, {layers} layer{'s' * (layers > 1)}"
+    return "default" if model is None else model.name
 
 
 def _device_name() -> str:
@@ -87,21 +135,23 @@ def _device_name() -> str:
 
 
 @contextmanager
-def _server(url: str | None, model: Path | None, slots: int, ctx: int) -> Iterator[str]:
+def _server(url: str | None, weights: list[str], slots: int, ctx: int, *, compiles_first: bool) -> Iterator[str]:
     """Yield the address of the server that is given, or of one that runs as long as the block.
+
+    compiles_first: the server would serve before it has all its programs, so they are compiled before it starts.
 
     Raises EngineStoppedError if it does not start.
     """
     if url is not None:
         yield url
         return
-    engine = ["--batched-session", str(slots), "--ctx", str(ctx), *(["--model", str(model)] if model else [])]
+    engine = ["--batched-session", str(slots), "--ctx", str(ctx), *weights]
     command = [sys.executable, "-m", "ds4jax.cli", "serve", "--port", "0", *engine]
     with tempfile.TemporaryDirectory(prefix="ds4jax-bench-") as folder:
         log = Path(folder) / "server.log"
         with log.open("wb") as stderr:
-            # All buckets must be there: a server that still compiles some of them would be measured with the others.
-            subprocess.run([sys.executable, "-m", "ds4jax.cli", "precompile", *engine], stdout=subprocess.DEVNULL, stderr=stderr)
+            if compiles_first:  # all buckets must be there: a server that still compiles some would be measured with the others
+                subprocess.run([sys.executable, "-m", "ds4jax.cli", "precompile", *engine], stdout=subprocess.DEVNULL, stderr=stderr)
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
         try:
             address = _wait_for_address(process, log)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from ds4jax.cli.console import byte_progress, note, program_progress
 from ds4jax.cli.options import Backend
 from ds4jax.cli.small_model import default_model
-from ds4jax.config import EngineConfig
+from ds4jax.config import EngineConfig, ModelConfig
 from ds4jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds4jax import Engine
-    from ds4jax.model.gguf.reader import GGUFFile
+    from ds4jax import Engine, Model
     from ds4jax.model.spec import ModelSpec
     from ds4jax.serving.engine.memory import MemoryPlan
     from ds4jax.text.tokenizer import Tokenizer
@@ -37,8 +36,8 @@ class Numerics:
             if value not in allowed:
                 raise ConfigError(f"{option}: got {value!r}, expected one of {', '.join(allowed)}")
 
-    def resolve(self, file: GGUFFile) -> tuple[str, str]:
-        """Return (kv_quant, dtype) for a file on this machine's device.
+    def resolve(self, config: ModelConfig) -> tuple[str, str]:
+        """Return (kv_quant, dtype) for a model on this machine's device.
 
         auto means the rounding that the trained model expects, where the shape has room for it, and the type that the
         hardware multiplies best.
@@ -48,7 +47,7 @@ class Numerics:
 
         kv_quant = self.kv_quant
         if kv_quant == "auto":
-            kv_quant = "ds4" if fits_ds4_rows(file.config) else "none"
+            kv_quant = "ds4" if fits_ds4_rows(config) else "none"
         return kv_quant, default_dtype() if self.dtype == "auto" else self.dtype
 
 
@@ -61,10 +60,13 @@ def open_engine(
     numerics: Numerics | None = None,
     *,
     early: bool = False,
+    random: str | None = None,
+    layers: int | None = None,
 ) -> Iterator[tuple[Engine, Tokenizer]]:
     """Load a model, compile its programs and yield (engine, tokenizer); the engine is closed at the end.
 
     early: as for `Engine`: yield before all buckets are compiled.
+    random, layers: weights as of `open_model`.
 
     The device is chosen first: it must be settled before anything touches JAX, and a missing one is better said before
     minutes of loading.
@@ -72,15 +74,11 @@ def open_engine(
     from ds4jax.serving.engine.backend import select_backend
 
     platform = select_backend(backend, gpu)
-    path = choose_path(path)
 
-    from ds4jax import Engine, load_model
-    from ds4jax.model.gguf.reader import GGUFFile
+    from ds4jax import Engine
 
-    kv_quant, dtype = (numerics or Numerics()).resolve(GGUFFile(path))
-    with byte_progress(f"loading {path.name}") as progress:
-        model = load_model(path, kv_quant=kv_quant, dtype=dtype, progress=progress)
-    note(f"{model.config.name} on {platform}, {dtype}")
+    model = open_model(path, random, layers, numerics or Numerics())
+    note(f"{model.config.name} on {platform}, {model.spec.dtype}")
     note("getting programs: those not kept from an earlier start are compiled, a few seconds each")
     with program_progress() as on_program:
         engine = Engine(model, config=config, on_plan=lambda plan: note(describe_plan(plan)), on_program=on_program, early=early)
@@ -92,13 +90,39 @@ def open_engine(
         engine.close()
 
 
+def open_model(path: Path | None, random: str | None, layers: int | None, numerics: Numerics) -> Model:
+    """Load a file, the small default model if none is named, or make random weights.
+
+    Args:
+        random: PRESET or PRESET-QUANT, such as flash-q2, instead of a file.
+        layers: only the first so many of them; for random weights alone.
+
+    Raises ConfigError where the arguments contradict each other, and whatever loading raises.
+    """
+    if random is not None:
+        from ds4jax.cli.random_model import random_model
+
+        if path is not None:
+            raise ConfigError("--model and --random both name weights; give one of them")
+        return random_model(random, layers, numerics)
+    if layers is not None:
+        raise ConfigError("--layers cuts random weights; name them with --random, such as --random flash-q2")
+    from ds4jax import load_model
+    from ds4jax.model.gguf.reader import GGUFFile
+
+    path = choose_path(path)
+    kv_quant, dtype = numerics.resolve(GGUFFile(path).config)
+    with byte_progress(f"loading {path.name}") as progress:
+        return load_model(path, kv_quant=kv_quant, dtype=dtype, progress=progress)
+
+
 def read_spec(path: Path, numerics: Numerics) -> ModelSpec:
     """Describe a file's model without loading its weights."""
     from ds4jax.model import model
     from ds4jax.model.gguf.reader import GGUFFile
 
     file = GGUFFile(path)
-    return model.read_spec(file, *numerics.resolve(file))
+    return model.read_spec(file, *numerics.resolve(file.config))
 
 
 def choose_path(path: Path | None) -> Path:

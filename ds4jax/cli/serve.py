@@ -49,6 +49,8 @@ def serve(
     kv_quant: Annotated[str, typer.Option(help="none, ds4 or auto: whether the cache is rounded as in ds4.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto: activations.")] = "auto",
     chdir: Annotated[Path | None, typer.Option(help="Change to this folder first.")] = None,
+    random: Annotated[str | None, typer.Option(hidden=True, help="Random weights, as for bench serve.")] = None,
+    layers: Annotated[int | None, typer.Option(hidden=True, help="Only the first so many layers of --random.")] = None,
 ) -> None:
     """Serve a model over HTTP. ds4-server's own flags are accepted too; those without effect here say so."""
     from ds4jax.cli import console
@@ -85,7 +87,9 @@ def serve(
 
     console.log_to_stderr()
     reserved = reserve(address, port_number)
-    with reserved, open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=True) as (engine, tokenizer):
+    is_early = random is None  # whoever measures random weights waits for every batch size
+    opened = open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=is_early, random=random, layers=layers)
+    with reserved, opened as (engine, tokenizer):
         run(engine, tokenizer, server_settings, reserved=reserved, on_ready=lambda url: announce(url, choice.model_id))
         compiling = engine.compiling
     if compiling:

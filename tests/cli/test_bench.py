@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ds4jax.cli.bench import parse_counts
+from ds4jax.cli.bench_counts import read_counts
 from ds4jax.cli.bench_model import open_subject, quant_of
 from ds4jax.cli.bench_report import append_csv, percentile
 from ds4jax.cli.loading import Numerics
@@ -94,7 +95,10 @@ def test_load_counts_the_bytes_of_a_file(tmp_path: Path) -> None:
         ("context --ctx 4096", "expected two capacities"),
         ("prefill --prompt 100", "all longer than --prompt 100"),
         ("serve --url http://example.org", "only servers on this machine"),
-        ("serve --url http://127.0.0.1:1 --model F.gguf", "leave it out with --url"),
+        ("serve --url http://127.0.0.1:1 --model F.gguf", "leave them out with --url"),
+        ("serve --url http://127.0.0.1:1 --random tiny", "leave them out with --url"),
+        ("serve --random tiny --model F.gguf", "--model and --random both name weights"),
+        ("serve --layers 2", "--random"),
     ],
 )
 def test_wrong_options_are_told(arguments: str, says: str) -> None:
@@ -115,6 +119,23 @@ def test_a_server_that_does_not_start_shows_why(tmp_path: Path) -> None:
     result = run("serve", "--model", str(junk))
     assert result.exit_code == 1
     assert "before it served" in result.output and "not a readable GGUF file" in " ".join(result.output.split())
+
+
+def test_a_server_of_random_weights_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    sizes = "--clients 1,2 --ctx 16 --prompt 4 --max-tokens 6 --requests 1".split()
+    result = run("serve", "--random", "tiny-q8", "--layers", "1", *sizes, "--csv", str(path))
+    assert result.exit_code == 0, result.output
+    alone, both = csv.DictReader(path.read_text().splitlines())
+    assert (alone["model"], alone["clients"], both["clients"]) == ("tiny-q8, 1 layer", "1", "2")
+    assert [row["errors"] for row in (alone, both)] == [row["compiled"] for row in (alone, both)] == ["0", "0"]
+    # The first token of an answer is drawn by the last chunk of its prompt.
+    assert (alone["rows"], alone["steps"], alone["chunks"], both["chunks"]) == ("1", "5", "1", "2")
+    assert 1 <= float(both["rows"]) <= 2 and float(both["rows"]) * int(both["steps"]) == pytest.approx(10, rel=1e-3)
+
+
+def test_a_server_of_another_kind_has_no_counts_of_ours() -> None:
+    assert read_counts("http://127.0.0.1:1") is None
 
 
 @pytest.mark.parametrize("quant", ["q2", "q4", "q8"])

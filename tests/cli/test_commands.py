@@ -31,8 +31,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     @contextmanager
-    def open_engine(path: Path | None, config: EngineConfig, *device: Any, early: bool) -> Iterator[tuple[Any, str]]:
-        assert early
+    def open_engine(path: Path | None, config: EngineConfig, *device: Any, early: bool, **weights: Any) -> Iterator[tuple[Any, str]]:
+        assert early and weights == {"random": None, "layers": None}
         seen.update(path=path, engine=config, device=device)
         yield SimpleNamespace(compiling=False), "tokenizer"
 
