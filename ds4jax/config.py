@@ -1,4 +1,4 @@
-"""Configurations: of the model (read from GGUF metadata, checked, frozen), the engine and the server. Plain values only."""
+"""Configurations: of the model (read from GGUF metadata, checked, frozen), the engine, its disk and the server. Plain values only."""
 
 from __future__ import annotations
 
@@ -286,6 +286,55 @@ class EngineConfig:
     def n_snapshots(self) -> int:
         """Snapshots of slots that are kept at a time."""
         return 4 * self.slots if self.snapshots is None else self.snapshots
+
+
+@dataclass(frozen=True)
+class KVPolicy:
+    """The knobs of `--kv-disk-space-mb` and `--kv-cache-*`, with ds4's defaults.
+
+    space_mb: budget of the folder, MiB. min_tokens: shorter sessions are neither saved nor loaded. cold_max_tokens: longer prompts are
+    not saved cold (0: none is). continued_interval_tokens: tokens between two saves of a session that goes on (0: none), rounded up
+    to boundary_align_tokens. boundary_trim_tokens: the end of a cold prompt that may differ from prompt to prompt.
+    """
+
+    space_mb: int = 4096
+    min_tokens: int = 512
+    cold_max_tokens: int = 30_000
+    continued_interval_tokens: int = 10_000
+    boundary_trim_tokens: int = 32
+    boundary_align_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("space_mb", 1),
+            ("min_tokens", 1),
+            ("cold_max_tokens", 0),
+            ("continued_interval_tokens", 0),
+            ("boundary_trim_tokens", 0),
+            ("boundary_align_tokens", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{_flag(name)}: got {getattr(self, name)}, expected at least {least}")
+        if 0 < self.cold_max_tokens < self.min_tokens:
+            raise ConfigError(
+                f"{_flag('cold_max_tokens')}: got {self.cold_max_tokens}, expected 0 (no cold saves) "
+                f"or at least {_flag('min_tokens')} {self.min_tokens}"
+            )
+
+    @property
+    def budget_bytes(self) -> int:
+        """Size that the folder's entries never exceed together."""
+        return self.space_mb << 20
+
+    @property
+    def continued_step(self) -> int:
+        """Tokens between two continued saves; 0: there are none."""
+        align = self.boundary_align_tokens
+        return -(-self.continued_interval_tokens // align) * align
+
+
+def _flag(name: str) -> str:
+    return "--kv-disk-space-mb" if name == "space_mb" else f"--kv-cache-{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)

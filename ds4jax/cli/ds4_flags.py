@@ -26,7 +26,6 @@ def _refused(n_values: int, message: str) -> _Flag:
     return _Flag(n_values, True, message)
 
 
-_NO_DISK = "sessions are kept in the slots only; nothing is stored on disk yet"
 _NO_SPECULATION = "speculative decoding is not supported; every token is computed by the model itself"
 _NO_STREAMING = "weights are not streamed from disk; they must fit the device. Choose a smaller quant or a larger device"
 _NO_PIPELINE = "one process serves one device. Start a server for each device and put a load balancer before them"
@@ -39,14 +38,7 @@ _FLAGS: dict[str, _Flag] = {
     "--warm-weights": _ignored(0, "weights are copied to the device at start anyway"),
     "--gpu-vram": _ignored(1, "the memory plan follows from --batched-session and --ctx"),
     "--simulate-used-memory": _ignored(1, "the memory plan uses what the device reports"),
-    "--kv-disk-dir": _ignored(1, _NO_DISK),
-    "--kv-disk-space-mb": _ignored(1, _NO_DISK),
-    "--kv-cache-min-tokens": _ignored(1, _NO_DISK),
-    "--kv-cache-cold-max-tokens": _ignored(1, _NO_DISK),
-    "--kv-cache-continued-interval-tokens": _ignored(1, _NO_DISK),
-    "--kv-cache-boundary-trim-tokens": _ignored(1, _NO_DISK),
-    "--kv-cache-boundary-align-tokens": _ignored(1, _NO_DISK),
-    "--kv-cache-reject-different-quant": _ignored(0, _NO_DISK),
+    "--kv-cache-reject-different-quant": _ignored(0, "it is always so: a saved session goes on only with the weights that made it"),
     "--mtp": _ignored(1, _NO_SPECULATION),
     "--mtp-draft": _ignored(1, _NO_SPECULATION),
     "--mtp-margin": _ignored(1, _NO_SPECULATION),

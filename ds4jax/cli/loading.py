@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from ds4jax.cli.console import byte_progress, note, program_progress
 from ds4jax.cli.options import Backend
 from ds4jax.cli.small_model import default_model
-from ds4jax.config import EngineConfig, ModelConfig
+from ds4jax.config import EngineConfig, KVPolicy, ModelConfig
 from ds4jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds4jax import Engine, Model
     from ds4jax.model.spec import ModelSpec
     from ds4jax.serving.engine.memory import MemoryPlan
+    from ds4jax.text.dsml import ReplayMemory
     from ds4jax.text.tokenizer import Tokenizer
 
 
@@ -51,6 +52,15 @@ class Numerics:
         return kv_quant, default_dtype() if self.dtype == "auto" else self.dtype
 
 
+@dataclass(frozen=True)
+class KVDisk:
+    """Where sessions are kept on disk, which of them, and the memory of the calls of tools that goes along."""
+
+    folder: Path
+    policy: KVPolicy
+    memory: ReplayMemory
+
+
 @contextmanager
 def open_engine(
     path: Path | None,
@@ -62,11 +72,12 @@ def open_engine(
     early: bool = False,
     random: str | None = None,
     layers: int | None = None,
+    disk: KVDisk | None = None,
 ) -> Iterator[tuple[Engine, Tokenizer]]:
     """Load a model, compile its programs and yield (engine, tokenizer); the engine is closed at the end.
 
     early: as for `Engine`: yield before all buckets are compiled.
-    random, layers: weights as of `open_model`.
+    random, layers: weights as of `open_model`. disk: where sessions outlive the engine.
 
     The device is chosen first: it must be settled before anything touches JAX, and a missing one is better said before
     minutes of loading.
@@ -81,7 +92,10 @@ def open_engine(
     note(f"{model.config.name} on {platform}, {model.spec.dtype}")
     note("getting programs: those not kept from an earlier start are compiled, a few seconds each")
     with program_progress() as on_program:
-        engine = Engine(model, config=config, on_plan=lambda plan: note(describe_plan(plan)), on_program=on_program, early=early)
+        engine = Engine(
+            model, config=config, on_plan=lambda plan: note(describe_plan(plan)), on_program=on_program, early=early,
+            kv_disk=disk.folder if disk else None, kv_policy=disk.policy if disk else None, memory=disk.memory if disk else None,
+        )  # fmt: skip
     if engine.compiling:
         note("the other batch sizes are compiled meanwhile")
     try:

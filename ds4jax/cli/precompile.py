@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ def precompile(
     ctx: Annotated[int, typer.Option("-c", "--ctx", min=2, help="As for serve.")] = EngineConfig.ctx,
     snapshots: Annotated[int | None, typer.Option(min=0, help="As for serve.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(min=1, help="As for serve.")] = None,
+    kv_disk_dir: Annotated[Path | None, typer.Option(help="As for serve; nothing is read or written there.")] = None,
     backend: BackendOption = "auto",
     kv_quant: Annotated[str, typer.Option(help="As for serve.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for serve.")] = "auto",
@@ -40,8 +42,9 @@ def precompile(
     from ds4jax.serving.engine.programs import ProgramStore, compile_all
 
     directory = program_directory()
+    shapes = engine_shapes(read_spec(path, Numerics(kv_quant, dtype)), settings, on_disk=kv_disk_dir is not None)
     with console.program_progress() as on_program:
-        for program in compile_all(engine_shapes(read_spec(path, Numerics(kv_quant, dtype)), settings), ProgramStore(directory)):
+        for program in compile_all(shapes, ProgramStore(directory)):
             on_program(program)
             console.note(f"{program.name:16} {program.seconds:8.2f} s  {console.human_bytes(program.size_bytes)}")
     print(directory)

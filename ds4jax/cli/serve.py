@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ds4jax.config import EngineConfig, ServerConfig
+from ds4jax.config import EngineConfig, KVPolicy, ServerConfig
 
 
 def serve(
@@ -41,6 +41,21 @@ def serve(
         ServerConfig.tool_memory_max_ids
     ),
     no_replay: Annotated[bool, typer.Option("--disable-exact-dsml-tool-replay", help="Keep none: write calls anew.")] = False,
+    kv_disk_dir: Annotated[Path | None, typer.Option(help="A folder in which sessions outlive their slots and the server.")] = None,
+    kv_disk_space_mb: Annotated[int, typer.Option(help="Most that they take, MiB.")] = KVPolicy.space_mb,
+    kv_cache_min_tokens: Annotated[int, typer.Option(help="Shorter sessions are not kept there.")] = KVPolicy.min_tokens,
+    kv_cache_cold_max_tokens: Annotated[int, typer.Option(help="Longest prompt of which the beginning is kept; 0: none.")] = (
+        KVPolicy.cold_max_tokens
+    ),
+    kv_cache_continued_interval_tokens: Annotated[int, typer.Option(help="Tokens between two saves of a session; 0: none.")] = (
+        KVPolicy.continued_interval_tokens
+    ),
+    kv_cache_boundary_trim_tokens: Annotated[int, typer.Option(help="Of a prompt's end, not kept as its beginning.")] = (
+        KVPolicy.boundary_trim_tokens
+    ),
+    kv_cache_boundary_align_tokens: Annotated[int, typer.Option(help="Beginnings are cut to a multiple of it.")] = (
+        KVPolicy.boundary_align_tokens
+    ),
     trace: Annotated[Path | None, typer.Option(help="Empty this file, then add every request: prompts, raw replies, times.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Short for --backend cpu.")] = False,
@@ -55,7 +70,7 @@ def serve(
     """Serve a model over HTTP. ds4-server's own flags are accepted too; those without effect here say so."""
     from ds4jax.cli import console
     from ds4jax.cli.ds4_flags import take_ds4_flags
-    from ds4jax.cli.loading import Numerics, open_engine
+    from ds4jax.cli.loading import KVDisk, Numerics, open_engine
     from ds4jax.cli.options import (
         choose_backend,
         choose_model,
@@ -67,6 +82,7 @@ def serve(
         start_trace,
     )
     from ds4jax.serving.http.serve import reserve, run
+    from ds4jax.text.dsml import ReplayMemory
 
     take_ds4_flags(context.args, console.warn)
     if chdir is not None:
@@ -82,15 +98,23 @@ def serve(
         tool_memory_max_ids=0 if no_replay else tool_memory_max_ids, trace=start_trace(trace),
         tool_prompt=read_tool_prompt(tool_prompt), chat_template=read_chat_template(chat_template, lambda: template_of(choice.path)),
     )  # fmt: skip
+    kv_policy = KVPolicy(
+        kv_disk_space_mb, kv_cache_min_tokens, kv_cache_cold_max_tokens, kv_cache_continued_interval_tokens,
+        kv_cache_boundary_trim_tokens, kv_cache_boundary_align_tokens,
+    )  # fmt: skip
+    if kv_disk_dir is None and kv_policy != KVPolicy():
+        console.warn("the --kv-cache-* options and --kv-disk-space-mb have no effect without --kv-disk-dir")
+    memory = ReplayMemory(server_settings.tool_memory_max_ids)
+    disk = KVDisk(kv_disk_dir.absolute(), kv_policy, memory) if kv_disk_dir is not None else None
     numerics = Numerics(kv_quant, dtype)
     wanted, gpu_id = choose_backend(backend, cpu, cuda, gpu)
 
     console.log_to_stderr()
     reserved = reserve(address, port_number)
     is_early = random is None  # whoever measures random weights waits for every batch size
-    opened = open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=is_early, random=random, layers=layers)
+    opened = open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=is_early, random=random, layers=layers, disk=disk)
     with reserved, opened as (engine, tokenizer):
-        run(engine, tokenizer, server_settings, reserved=reserved, on_ready=lambda url: announce(url, choice.model_id))
+        run(engine, tokenizer, server_settings, memory=memory, reserved=reserved, on_ready=lambda url: announce(url, choice.model_id))
         compiling = engine.compiling
     if compiling:
         # A compilation cannot be interrupted, and an orderly exit would wait for it; nothing else is left to do or to save.

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from ds4jax.cli import default_model, download
 from ds4jax.cli.main import app
-from ds4jax.config import EngineConfig, ServerConfig
+from ds4jax.config import EngineConfig, KVPolicy, ServerConfig
 from ds4jax.errors import BackendMismatchError, ModelFileError
 from ds4jax.serving.engine.backend import select_backend
 from ds4jax.serving.http.serve import reserve
@@ -32,12 +32,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     @contextmanager
     def open_engine(path: Path | None, config: EngineConfig, *device: Any, early: bool, **weights: Any) -> Iterator[tuple[Any, str]]:
-        assert early and weights == {"random": None, "layers": None}
-        seen.update(path=path, engine=config, device=device)
+        disk = weights.pop("disk")
+        assert early and weights["random"] is weights["layers"] is None
+        seen.update(path=path, engine=config, device=device, disk=disk)
         yield SimpleNamespace(compiling=False), "tokenizer"
 
-    def run_server(engine: Any, tokenizer: str, config: ServerConfig, *, reserved: Any, on_ready: Any) -> None:
-        seen.update(server=config)
+    def run_server(engine: Any, tokenizer: str, config: ServerConfig, *, memory: Any, reserved: Any, on_ready: Any) -> None:
+        seen.update(server=config, memory=memory)
         on_ready("http://127.0.0.1:8080")
 
     monkeypatch.setattr("ds4jax.cli.loading.open_engine", open_engine)
@@ -84,7 +85,25 @@ class TestServe:
         assert result.exit_code == 0, result.output
         assert (served["engine"].ctx, served["server"].default_max_tokens, served["server"].cors) == (8192, 512, True)
         assert served["device"][:2] == ("cpu", None)
-        assert "--threads is ignored" in result.output and "--kv-disk-dir is ignored" in result.output
+        assert "--threads is ignored" in result.output and "--kv-disk-dir" not in result.output
+        assert (served["disk"].folder, served["disk"].policy) == (Path("/tmp/kv"), KVPolicy())
+
+    def test_sessions_on_disk(self, served: dict[str, Any], weights: str) -> None:
+        knobs = {
+            "disk-space-mb": 100, "cache-min-tokens": 64, "cache-cold-max-tokens": 0, "cache-continued-interval-tokens": 5000,
+            "cache-boundary-trim-tokens": 8, "cache-boundary-align-tokens": 512,
+        }  # fmt: skip
+        flags = " ".join(f"--kv-{name} {value}" for name, value in knobs.items())
+        result = run("serve", "-m", weights, *f"--kv-disk-dir kv {flags} --kv-cache-reject-different-quant".split())
+        assert result.exit_code == 0, result.output
+        assert served["disk"].policy == KVPolicy(*knobs.values()) and served["disk"].folder == Path.cwd() / "kv"
+        assert served["disk"].memory is served["memory"], "calls of tools are kept along"
+        assert "--kv-cache-reject-different-quant is ignored: it is always so" in result.output
+        result = run("serve", "-m", weights, *flags.split())
+        assert served["disk"] is None and "no effect without --kv-disk-dir" in result.output
+        served.clear()
+        result = run("serve", "-m", weights, *"--kv-disk-dir kv --kv-disk-space-mb 0".split())
+        assert (result.exit_code, served) == (2, {}) and "--kv-disk-space-mb: got 0" in result.output
 
     def test_the_memory_of_tool_calls(self, served: dict[str, Any], weights: str) -> None:
         for flags, most in (("", 100_000), ("--tool-memory-max-ids 7", 7), ("--disable-exact-dsml-tool-replay", 0)):
@@ -174,6 +193,8 @@ def test_precompile_takes_what_decides_the_shapes(tmp_path: Path, monkeypatch: p
     assert result.exit_code == 0, result.output
     (shapes,) = seen
     assert (shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1], shapes.n_snapshot) == (2, 512, 256, 3)
+    assert run("precompile", "--kv-disk-dir", str(tmp_path / "none"), "-m", path).exit_code == 0
+    assert seen[1].transfers and not shapes.transfers and not (tmp_path / "none").exists()
 
 
 class TestBackend:

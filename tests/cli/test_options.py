@@ -147,8 +147,8 @@ class TestEnvironment:
 class TestDs4Flags:
     def test_flags_without_effect_warn_once_each(self) -> None:
         warnings: list[str] = []
-        take_ds4_flags(["-t", "8", "--power=50", "--quality", "--kv-disk-dir", "/tmp/kv", "--threads", "9"], warnings.append)
-        assert [warning.split()[0] for warning in warnings] == ["--threads", "--power", "--quality", "--kv-disk-dir"]
+        take_ds4_flags(["-t", "8", "--power=50", "--quality", "--mtp", "m.gguf", "--threads", "9"], warnings.append)
+        assert [warning.split()[0] for warning in warnings] == ["--threads", "--power", "--quality", "--mtp"]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -17,6 +17,7 @@ from ds4jax.serving.engine.disk import SavedSessions
 from ds4jax.serving.engine.kvstore import Identity, KVPolicy, TokenTexts, open_store
 from ds4jax.serving.engine.kvstore.policy import chat_anchor
 from ds4jax.serving.engine.kvstore.texts import SPECIAL
+from ds4jax.serving.engine.log import logger
 from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -29,6 +30,11 @@ def open_saved(folder: Path, model: Model, n_ctx: int, policy: KVPolicy, memory:
     memory: of the calls of tools; what is saved with the sessions is remembered there, and what it remembers is saved with them.
     """
     tokenizer = model.tokenizer
+    if not model.digest:
+        logger.warning(
+            "--kv-disk-dir: these weights come from no file by which their sessions would be known again; none are kept"
+        )
+        return None
     identity = Identity(model.digest, cache_layout(model.spec))
     store = open_store(folder, identity, n_ctx, policy, texts=_texts(tokenizer))
     if store is None:

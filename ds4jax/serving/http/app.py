@@ -13,6 +13,7 @@ from ds4jax.serving.http import anthropic, anthropic_events, openai, openai_comm
 from ds4jax.serving.http.access import add_access
 from ds4jax.serving.http.edge import Edge, ReleaseAtEnd, json_response
 from ds4jax.serving.http.problems import INTERNAL, describe
+from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ds4jax.http")
@@ -21,9 +22,12 @@ EDGE = "ds4jax"
 """Where an app keeps its Edge among `app.extensions`."""
 
 
-def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> Quart:
-    """Build the ASGI app over an engine that is running already; the app neither starts nor stops it."""
-    edge = Edge(engine, tokenizer, config)
+def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, memory: ReplayMemory | None = None) -> Quart:
+    """Build the ASGI app over an engine that is running already; the app neither starts nor stops it.
+
+    memory: of the calls of tools, where it is shared.
+    """
+    edge = Edge(engine, tokenizer, config, memory)
     app = Quart("ds4jax", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.body_limit_bytes
     app.extensions[EDGE] = edge

@@ -20,6 +20,7 @@ from ds4jax.serving.http.call import Call, ModelNotFoundError
 from ds4jax.serving.http.choice import SHUTTING_DOWN
 from ds4jax.serving.http.conversation import Served
 from ds4jax.serving.http.generation import Generation
+from ds4jax.serving.http.service import Postbox
 from ds4jax.serving.http.strict_json import TOO_DEEP
 from ds4jax.serving.http.trace import TraceFile
 from ds4jax.serving.metrics import Metrics
@@ -34,18 +35,19 @@ _CLIENT = "ds4jax.client"
 
 
 class Edge:
-    """The state of one app."""
+    """The state of one app. memory: what the model wrote when it called tools, where others keep it too; else one of its own."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, memory: ReplayMemory | None = None) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.metrics = Metrics(engine, config.model_id)
-        self.memory = ReplayMemory(config.tool_memory_max_ids)
+        self.memory = memory or ReplayMemory(config.tool_memory_max_ids)
         self._grammars = GrammarCompiler(tokenizer)
         source = config.chat_template
         self._template = None if source is None else ChatTemplate(source, tokenizer.special_literals)
         self._trace = TraceFile(config.trace, tokenizer) if config.trace is not None else None
         self.created = int(time.time())
         self._open: set[Generation] = set()
+        self._box: Postbox | None = None
         self._closing = False
 
     @property
@@ -75,7 +77,7 @@ class Edge:
             if (refusal := self.refusal) is not None:
                 raise EngineStoppedError(refusal)
             trace = self._trace.begin(call, body) if self._trace is not None else None
-            generation = Generation(call, self.engine, self.tokenizer, self.metrics, self.memory, trace)
+            generation = Generation(call, self.engine, self.tokenizer, self.metrics, self.memory, self._postbox(), trace)
         except Ds4jaxError as error:
             if self._trace is not None:
                 self._trace.refused(request.path, body, error)
@@ -83,6 +85,13 @@ class Edge:
         self._open.add(generation)
         client.adopt(generation)
         return generation
+
+    def _postbox(self) -> Postbox:
+        """The one of the running loop, which all calls share."""
+        loop = asyncio.get_running_loop()
+        if self._box is None or self._box.loop is not loop:
+            self._box = Postbox(loop)
+        return self._box
 
     async def read_body(self, read: Callable[[bytes], T]) -> T:
         """Give the body of the current request to `read`; return or raise what that does.

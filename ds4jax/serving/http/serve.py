@@ -19,6 +19,7 @@ from ds4jax.errors import ConfigError
 from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http.app import EDGE, create_app
 from ds4jax.serving.http.edge import Edge
+from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ds4jax.http")
@@ -38,6 +39,7 @@ def run(
     tokenizer: Tokenizer,
     config: ServerConfig,
     *,
+    memory: ReplayMemory | None = None,
     reserved: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
     grace_s: float = GRACE_S,
@@ -45,13 +47,13 @@ def run(
     """Serve until SIGINT or SIGTERM; blocks. Call it on the main thread.
 
     The first signal stops new connections and lets open replies end within grace_s seconds; a second one exits at once.
-    reserved: the address, if it was taken earlier; this closes it. on_ready gets the URL once connections are accepted; port 0
-    takes a free port, and the URL tells which. Raises ConfigError when the address cannot be had.
+    memory: of the calls of tools, where it is shared. reserved: the address, if it was taken earlier; this closes it. on_ready gets the
+    URL once connections are accepted; port 0 takes a free port, and the URL tells which. Raises ConfigError when the address cannot be had.
     """
     listener = listen(config.host, config.port, reserved)
     if on_ready is not None:
         on_ready(url_of(listener))
-    asyncio.run(_run_until_signal(create_app(engine, tokenizer, config), listener, grace_s))
+    asyncio.run(_run_until_signal(create_app(engine, tokenizer, config, memory), listener, grace_s))
 
 
 def reserve(host: str, port: int) -> socket.socket:

@@ -25,7 +25,9 @@ class EngineCollector(Collector):
         padding = {bucket: bucket * n - stats.rows.get(bucket, 0) for bucket, n in stats.steps.items()}
         yield _by_bucket("ds4jax_decode_steps", "Decode launches.", stats.steps)
         yield _by_bucket("ds4jax_decode_rows", "Live rows of decode launches.", stats.rows)
-        yield _reuses(stats)
+        yield _by_kind("ds4jax_prefix_reuses", "Requests that found the beginning of their prompt, by how.", stats.reuses)
+        yield _by_kind("ds4jax_reused_tokens", "Prompt tokens found in the cache, by how.", stats.reused_tokens)
+        yield _saves(stats)
         yield _by_bucket("ds4jax_decode_padding_rows", "Rows of decode launches that nobody used.", padding)
 
 
@@ -51,11 +53,20 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("ds4jax_coalesce_wait_seconds", "Time spent in coalescing windows.", stats.coalesce_wait_us / 1e6)
 
 
-def _reuses(stats: EngineStats) -> Metric:
+def _by_kind(name: str, documentation: str, values: Mapping[str, int]) -> Metric:
     """Tell what prompts gained from; every kind is there from the start, so that rates need no first one."""
-    family = CounterMetricFamily("ds4jax_prefix_reuses", "Requests that found the beginning of their prompt, by how.", labels=("kind",))
-    for kind in ("live", "rewind", "fork"):
-        family.add_metric((kind,), stats.reuses.get(kind, 0))
+    family = CounterMetricFamily(name, documentation, labels=("kind",))
+    for kind in ("live", "rewind", "fork", "disk"):
+        family.add_metric((kind,), values.get(kind, 0))
+    return family
+
+
+def _saves(stats: EngineStats) -> Metric:
+    """Tell of sessions written to disk, and of those that were to be."""
+    family = CounterMetricFamily("ds4jax_disk_saves", "Sessions saved on disk, by why; failed: not saved.", labels=("reason",))
+    for reason in ("cold", "continued", "evict", "shutdown"):
+        family.add_metric((reason,), stats.saves.get(reason, 0))
+    family.add_metric(("failed",), stats.failed_saves)
     return family
 
 

@@ -1,11 +1,13 @@
 """When a session is saved, and what is thrown away for it: ds4's policy as pure functions.
 
 Four occasions: cold (the beginning that a new prompt may share with others), continued (a session grew by some thousand tokens), evict
-(its slot goes to another) and shutdown. A state is saved only when the session stands exactly at the position; nothing is rewound.
+(its slot goes to another) and shutdown. A state is saved only when the session stands exactly at the position.
 
-Two things differ from ds4. A cold prompt that is too short to be cut is saved one token before its end, because a prompt's last token
-must be fed to get logits: saved whole it would never serve the same prompt again. And a long session that was continued from disk is not
-deleted, but first in line when room is needed: another server may be asked to continue it, too.
+Three things differ from ds4. A session that loses its slot and whose next prompt will lack its last thoughts is rewound to where these
+began, where ds4 files the state, thoughts included, under a text without them. A cold prompt that is too short to be cut is saved one
+token before its end, because a prompt's last token must be fed to get logits: saved whole it would never serve the same prompt again.
+And a long session that was continued from disk is not deleted, but first in line when room is needed: another server may be asked to
+continue it, too.
 """
 
 from __future__ import annotations
@@ -13,60 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ds4jax.errors import ConfigError
+from ds4jax.config import KVPolicy
 from ds4jax.serving.engine.kvstore.format import Reason
 
 HALF_LIFE_S = 6 * 3600.0
 _LEAST_HITS = 0.01
-
-
-@dataclass(frozen=True)
-class KVPolicy:
-    """The knobs of `--kv-disk-space-mb` and `--kv-cache-*`, with ds4's defaults.
-
-    space_mb: budget of the folder, MiB. min_tokens: shorter sessions are neither saved nor loaded. cold_max_tokens: longer prompts are
-    not saved cold (0: none is). continued_interval_tokens: tokens between two saves of a session that goes on (0: none), rounded up
-    to boundary_align_tokens. boundary_trim_tokens: the end of a cold prompt that may differ from prompt to prompt.
-    """
-
-    space_mb: int = 4096
-    min_tokens: int = 512
-    cold_max_tokens: int = 30_000
-    continued_interval_tokens: int = 10_000
-    boundary_trim_tokens: int = 32
-    boundary_align_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("space_mb", 1),
-            ("min_tokens", 1),
-            ("cold_max_tokens", 0),
-            ("continued_interval_tokens", 0),
-            ("boundary_trim_tokens", 0),
-            ("boundary_align_tokens", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{_flag(name)}: got {getattr(self, name)}, expected at least {least}")
-        if 0 < self.cold_max_tokens < self.min_tokens:
-            raise ConfigError(
-                f"{_flag('cold_max_tokens')}: got {self.cold_max_tokens}, expected 0 (no cold saves) "
-                f"or at least {_flag('min_tokens')} {self.min_tokens}"
-            )
-
-    @property
-    def budget_bytes(self) -> int:
-        """Size that the folder's entries never exceed together."""
-        return self.space_mb << 20
-
-    @property
-    def continued_step(self) -> int:
-        """Tokens between two continued saves; 0: there are none."""
-        align = self.boundary_align_tokens
-        return -(-self.continued_interval_tokens // align) * align
-
-
-def _flag(name: str) -> str:
-    return "--kv-disk-space-mb" if name == "space_mb" else f"--kv-cache-{name.replace('_', '-')}"
 
 
 def chat_anchor(prompt: Sequence[int], user_token: int, assistant_token: int) -> int | None:

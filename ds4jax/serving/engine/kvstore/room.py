@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ds4jax.config import KVPolicy
 from ds4jax.serving.engine.kvstore.folder import Index, StoredEntry, count_temporaries, create_temporary, locked
 from ds4jax.serving.engine.kvstore.keys import Identity, as_tokens, prefix_keys
-from ds4jax.serving.engine.kvstore.policy import KVPolicy, Standing, choose_victims
+from ds4jax.serving.engine.kvstore.policy import Standing, choose_victims
 from ds4jax.serving.engine.kvstore.trouble import Trouble
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ds4jax.config import KVPolicy
 from ds4jax.serving.engine.kvstore.files import SUFFIX, EntryWriter, read_entry, read_header, read_replay, record_use
 from ds4jax.serving.engine.kvstore.folder import Index, StoredEntry
 from ds4jax.serving.engine.kvstore.format import (
@@ -29,7 +30,6 @@ from ds4jax.serving.engine.kvstore.format import (
     digest_of,
 )
 from ds4jax.serving.engine.kvstore.keys import Identity, as_tokens, entry_key, prefix_keys, prefix_text_digests
-from ds4jax.serving.engine.kvstore.policy import KVPolicy
 from ds4jax.serving.engine.kvstore.room import Room
 from ds4jax.serving.engine.kvstore.saving import Saving
 from ds4jax.serving.engine.kvstore.texts import TokenTexts
