@@ -93,6 +93,8 @@ class Choice:
 
     def take_scored(self) -> list[Scored]:
         """Return the log probabilities of tokens, each once, and none before its text can be sent."""
+        if not self._scored:
+            return []
         settled = self._text.n_settled if self.ending is None else self._text.n_characters + 1
         n = next((i for i, token in enumerate(self._scored) if token.end > settled), len(self._scored))
         taken, self._scored = self._scored[:n], self._scored[n:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http.call import Call
 from ds4jax.serving.http.choice import SHUTTING_DOWN, Choice, Ending
 from ds4jax.serving.http.logprobs import Scored
-from ds4jax.serving.http.service import EventStream
+from ds4jax.serving.http.service import EventStream, Postbox
 from ds4jax.serving.http.timeline import Timeline
 from ds4jax.serving.http.trace import CallTrace
 from ds4jax.serving.metrics import DISCONNECTED, ChoiceReport, Metrics
@@ -49,16 +48,16 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: Metrics,
         memory: ReplayMemory,
+        postbox: Postbox,
         trace: CallTrace | None = None,
     ) -> None:
-        """Submit the call on the running loop. Raises what EngineClient.submit raises."""
+        """Submit the call on the running loop, which is the postbox's. Raises what EngineClient.submit raises."""
         self.call = call
         self.choices = [Choice(tokenizer, call, index) for index in range(len(call.requests))]
         self._n_ctx, self._metrics, self._memory, self._trace = engine.n_ctx, metrics, memory, trace
-        self._loop = asyncio.get_running_loop()
-        self._times = Timeline(len(self.choices), self._loop.time, metrics.token_followed)
+        self._times = Timeline(len(self.choices), postbox.loop.time, metrics.token_followed)
         self._reported = False
-        self._events = EventStream(engine, call.requests, "n" if call.n > 1 else "prompt", self._times.arrived)
+        self._events = EventStream(engine, call.requests, postbox, "n" if call.n > 1 else "prompt", self._times.arrived)
 
     @property
     def started(self) -> bool:

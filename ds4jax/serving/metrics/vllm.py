@@ -5,10 +5,12 @@ Only what means the same here is told. Where vLLM has renamed a series, the old 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ds4jax.serving.engine.api import EngineClient
@@ -40,18 +42,15 @@ class VllmMetrics:
         for reason in ("stop", "length", "abort", "error"):  # known from the start, so that rates need no first one
             self._success.labels(*self._labels, reason)
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", _FIRST_TOKEN_S)
-        self._gaps = [
-            self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request.", _TOKEN_S),
-            self._histogram("vllm:time_per_output_token_seconds", "The older name of vllm:inter_token_latency_seconds.", _TOKEN_S),
-        ]
+        self._gaps = _Gaps(self._labels)
         self._total = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end of a request.", _REQUEST_S)
         self._queue = self._histogram("vllm:request_queue_time_seconds", "Time a request waited for a slot.", _REQUEST_S)
+        registry.register(self._gaps)
         registry.register(_VllmCollector(engine, self._labels))
 
     def token_followed(self, gap_s: float) -> None:
         """Note the time between two tokens of a request."""
-        for histogram in self._gaps:
-            histogram.observe(gap_s)
+        self._gaps.add(gap_s)
 
     def request_ended(self, reason: str, *, queue_s: float | None, ttft_s: float | None, total_s: float) -> None:
         """Count one request; times are from its submission, None where it never got that far."""
@@ -64,6 +63,30 @@ class VllmMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, _LABELS, buckets=buckets, registry=self._registry).labels(*self._labels)
+
+
+class _Gaps(Collector):
+    """Times between tokens, under both of their names. Every token counts here, so it is one addition; the rest is done at a scrape."""
+
+    def __init__(self, labels: tuple[str, ...]) -> None:
+        self._labels = labels
+        self._counts = [0] * (len(_TOKEN_S) + 1)
+        self._sum_s = 0.0
+
+    def add(self, gap_s: float) -> None:
+        self._counts[bisect_left(_TOKEN_S, gap_s)] += 1
+        self._sum_s += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(str, map(float, _TOKEN_S)), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        for name, documentation in (
+            ("vllm:inter_token_latency_seconds", "Between two tokens of a request."),
+            ("vllm:time_per_output_token_seconds", "The older name of vllm:inter_token_latency_seconds."),
+        ):
+            family = HistogramMetricFamily(name, documentation, labels=_LABELS)
+            family.add_metric(self._labels, buckets, self._sum_s)
+            yield family
 
 
 class _VllmCollector(Collector):
