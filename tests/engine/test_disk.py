@@ -291,7 +291,7 @@ def test_a_damaged_file_costs_a_warning_and_no_request(house: House) -> None:
 
 def test_arrays_of_another_shape_are_not_used(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     house.answer(*LONG[:75])
-    other = House(house.folder)
+    other = House(house.folder, NEVER_ON_THE_WAY)
     monkeypatch.setattr(other.device, "session_parts", lambda n_tokens: ())
     assert other.answer(*LONG[:75])[0] == 0 and other.device.imported == []
 

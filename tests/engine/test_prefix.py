@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from ds4jax.config import EngineConfig
 from ds4jax.serving.engine.api import GenerateRequest, SamplingParams
 from ds4jax.serving.engine.core import EngineCore
-from ds4jax.serving.engine.prefix import common_prefix, plan_stops, snapshot_interval
+from ds4jax.serving.engine.prefix import common_prefix, plan_stops, reads_as, snapshot_interval
 from tests.engine.fakes import FakeClock, FakeDevice, Record, alone, run
 
 N_CTX = 256
@@ -22,11 +23,11 @@ SPACING = 4
 class House:
     """An engine over a scripted device, and what its requests have come to."""
 
-    def __init__(self, **device: Any) -> None:
+    def __init__(self, texts: Sequence[bytes] = (), **device: Any) -> None:
         self.device, self.clock, self.record = FakeDevice(n_ctx=N_CTX, **{"n_snapshots": 16, **device}), FakeClock(), Record()
         assert self.device.prefill_buckets[0] == SPACING
         config = EngineConfig(slots=self.device.n_slots, ctx=N_CTX, prefill_quantum=16, mixed_prefill_quantum=4)
-        self.core = EngineCore(self.device, config, self.clock)
+        self.core = EngineCore(self.device, config, self.clock, texts=texts)
 
     def ask(self, *prompt: int, n: int = 5, **more: Any) -> int:
         self.asked = GenerateRequest(prompt, n, SamplingParams(seed=0), **more)
@@ -251,3 +252,26 @@ def test_stops_lie_in_the_prompt_and_apart(n_prompt: int, n_cached: int, marks: 
     assert all(stop < n_prompt for stop in stops)
     near = (n_cached, *stops)
     assert all(mark >= n_prompt or any(0 <= mark - at < spacing for at in near) for mark in marks if mark >= n_cached)
+
+
+# ---------------------------------------------------------------- other tokens, same text
+@given(st.lists(st.integers(0, 4), max_size=8), st.lists(st.integers(0, 4), min_size=1, max_size=8))
+def test_reading_alike(history: list[int], prompt: list[int]) -> None:
+    texts = [b"a", b"b", b"ab", b"ba", b"aab"]
+    whole = b"".join(texts[i] for i in history)
+    expected = [n for n in range(len(prompt)) if b"".join(texts[i] for i in prompt[:n]) == whole]
+    n_shared = common_prefix(history, prompt, len(prompt) - 1)
+    assert reads_as(history, prompt, n_shared, texts) == (expected[0] if expected else None)
+
+
+def test_a_conversation_goes_on_in_its_slot_where_its_text_was_cut_otherwise() -> None:
+    """The model wrote two tokens that the client's text has as one."""
+    house = House(texts=[bytes([32 + i]) for i in range(96)] + [b"AB"])
+    a, b, ab = ord("A") - 32, ord("B") - 32, 96
+    house.answer(*SYSTEM, a, b, a, b, 5, n=1)
+    request_id = house.ask(*SYSTEM, ab, ab, 5, 6, 7)
+    run(house.core, house.clock, house.record)
+    assert house.record.tokens(request_id) == alone(GenerateRequest((*SYSTEM, a, b, a, b, 5, 6, 7), 5, SamplingParams(seed=0)), N_CTX)
+    finish = house.record.finish(request_id)
+    assert (finish.n_prompt, finish.n_cached) == (len(SYSTEM) + 5, len(SYSTEM) + 3) and house.reuses == {"live": 1}
+    assert house.core.stats().prompt_tokens == 2 * len(SYSTEM) + 10

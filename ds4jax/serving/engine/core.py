@@ -80,17 +80,22 @@ def monotonic_us() -> int:
 class EngineCore:
     """Own the sessions of one device. Not thread safe, except `new_session` and `check_capacity`, which touch no state.
 
-    saved: the sessions on disk, if any are kept there.
+    saved: the sessions on disk, if any are kept there. texts: of the tokens, by id, for prompts of the same text as what is there.
     """
 
     def __init__(
-        self, device: Device, config: EngineConfig, clock_us: Callable[[], int] = monotonic_us, saved: SavedSessions | None = None
+        self,
+        device: Device,
+        config: EngineConfig,
+        clock_us: Callable[[], int] = monotonic_us,
+        saved: SavedSessions | None = None,
+        texts: Sequence[bytes] = (),
     ) -> None:
         self._device, self._config, self._clock_us = device, config, clock_us
         self._ids = itertools.count(1)
         self._live: dict[int, Session] = {}
         self._waiting: deque[Session] = deque()
-        self._slots = SlotTable(device.n_slots, device.n_snapshots, device.prefill_buckets[0])
+        self._slots = SlotTable(device.n_slots, device.n_snapshots, device.prefill_buckets[0], texts)
         self._pipeline = Pipeline(device, clock_us)
         self._masks = MaskWorkers()
         self._events: list[Event | Returned] = []
@@ -234,19 +239,21 @@ class EngineCore:
         for session in list(self._waiting):
             if session.awaits_builder:
                 continue
-            choice = self._slots.choose(session.tokens, session.request.conversation if session.request else None)
+            choice = self._slots.choose(session.tokens, session.conversation)
             if choice is None:
                 return
+            if choice.n_retold is not None and not session.may_begin_with(choice.n_cached, choice.n_retold):
+                choice = self._slots.choose(session.tokens, session.conversation, retold=False) or choice
             session.builder = self._slots.builder_of(session.tokens, choice.n_cached) if self._device.n_snapshots else None
             if session.builder is not None:
                 continue
             found = None
             if self._disk is not None:
-                if self._disk.awaits(session, choice.n_cached):
+                if self._disk.awaits(session, choice.n_covered):
                     continue
-                found = self._disk.loads.found(session, choice.n_cached)
+                found = self._disk.loads.found(session, choice.n_covered)
                 if found is not None:
-                    choice = self._slots.choose((), session.request.conversation if session.request else None) or choice
+                    choice = self._slots.choose((), session.conversation) or choice
                 if not self._is_vacant(choice):
                     continue
                 self._disk.loads.take(session)
@@ -259,6 +266,8 @@ class EngineCore:
         if found is not None:
             session.begin_with(found.entry.tokens.tolist(), found.n_covered)
             n_cached, reuse = found.entry.header.n_tokens, "disk"
+        elif choice.n_retold is not None:
+            session.begin_with(self._slots.left(choice.slot)[0], choice.n_retold)
         self._counters.admitted(session.seen(session.prompt_end), session.seen(n_cached), reuse)
         self._events.append(Started(session.id, session.seen(session.prompt_end), session.seen(n_cached)))
         self._move_in(session, choice, found)

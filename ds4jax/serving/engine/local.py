@@ -15,7 +15,7 @@ from ds4jax.serving.engine.kvstore import KVPolicy
 from ds4jax.serving.engine.memory import MemoryPlan, plan_memory, require_fit
 from ds4jax.serving.engine.programs import Program, ProgramStore, Shapes
 from ds4jax.serving.engine.runner import Runner
-from ds4jax.serving.engine.saved import open_saved
+from ds4jax.serving.engine.saved import open_saved, token_texts
 from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.stream import Utf8Decoder
 
@@ -82,8 +82,9 @@ class Engine(loop.Engine):
         require_fit(plan, model.spec)
         self.model = model
         self.runner = Runner(model, shapes, ProgramStore(program_directory()), on_program, early=early)
-        saved = None if kv_disk is None else open_saved(kv_disk, model, config.ctx, kv_policy or KVPolicy(), memory)
-        super().__init__(self.runner, config, saved=saved)
+        texts = token_texts(model.tokenizer)
+        saved = None if kv_disk is None else open_saved(kv_disk, model, texts, config.ctx, kv_policy or KVPolicy(), memory)
+        super().__init__(self.runner, config, saved=saved, texts=texts.texts)
 
     @property
     def compiling(self) -> bool:

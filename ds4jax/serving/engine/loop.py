@@ -44,11 +44,20 @@ class Engine:
         config: policy (windows, quanta, queue limit, batch log).
         hang_after_s: a step that takes longer makes `alive` say no.
         saved: the sessions on disk, if any are kept there.
+        texts: of the tokens, by id, for prompts of the same text as what is there.
     """
 
-    def __init__(self, device: Device, config: EngineConfig, *, hang_after_s: float = 30.0, saved: SavedSessions | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        config: EngineConfig,
+        *,
+        hang_after_s: float = 30.0,
+        saved: SavedSessions | None = None,
+        texts: Sequence[bytes] = (),
+    ) -> None:
         self._n_ctx = device.n_ctx
-        self._core = EngineCore(device, config, saved=saved)
+        self._core = EngineCore(device, config, saved=saved, texts=texts)
         self._hang_after_us = int(hang_after_s * 1e6)
         self._bell = threading.Condition()  # guards everything below; rung when the inbox has something
         self._inbox: list[tuple[Callable[[EngineCore], Any], Future[Any] | None]] = []

@@ -1,4 +1,4 @@
-"""How far two sequences of tokens agree, and where a prompt is worth a snapshot on its way. Pure arithmetic."""
+"""How far two sequences of tokens agree, or read alike, and where a prompt is worth a snapshot on its way. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -20,6 +20,29 @@ def common_prefix(a: Sequence[int], b: Sequence[int], most: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+def reads_as(history: Sequence[int], prompt: Sequence[int], n_shared: int, texts: Sequence[bytes]) -> int | None:
+    """Count the leading tokens of a prompt that together read as the whole history does; None if there are none, or none behind them.
+
+    n_shared: tokens in which the two agree. texts: the text of each token, by id. Ends where the texts part, mostly at once.
+    """
+    old = new = b""  # what each has read ahead of the other; one of the two is always empty
+    i = j = n_shared
+    while i < len(history) or old or new:
+        if not old and (new or i < len(history)):
+            if i == len(history):
+                return None
+            old, i = texts[history[i]], i + 1
+        else:
+            if j == len(prompt) - 1:
+                return None
+            new, j = texts[prompt[j]], j + 1
+        n = min(len(old), len(new))
+        if old[:n] != new[:n]:
+            return None
+        old, new = old[n:], new[n:]
+    return j
 
 
 def plan_stops(n_prompt: int, n_cached: int, marks: Iterable[int], spacing: int) -> list[int]:

@@ -24,19 +24,19 @@ from ds4jax.text.tokenizer import Tokenizer
 _ROUND = 128 * 4  # tokens that are whole rows of every kind
 
 
-def open_saved(folder: Path, model: Model, n_ctx: int, policy: KVPolicy, memory: ReplayMemory | None = None) -> SavedSessions | None:
+def open_saved(
+    folder: Path, model: Model, texts: TokenTexts, n_ctx: int, policy: KVPolicy, memory: ReplayMemory | None = None
+) -> SavedSessions | None:
     """Open a folder of sessions for a model; None, after a warning, if that is impossible.
 
     memory: of the calls of tools; what is saved with the sessions is remembered there, and what it remembers is saved with them.
     """
     tokenizer = model.tokenizer
     if not model.digest:
-        logger.warning(
-            "--kv-disk-dir: these weights come from no file by which their sessions would be known again; none are kept"
-        )
+        logger.warning("--kv-disk-dir: these weights come from no file by which their sessions would be known again; none are kept")
         return None
     identity = Identity(model.digest, cache_layout(model.spec))
-    store = open_store(folder, identity, n_ctx, policy, texts=_texts(tokenizer))
+    store = open_store(folder, identity, n_ctx, policy, texts=texts)
     if store is None:
         return None
     if memory is not None:
@@ -64,6 +64,7 @@ def cache_layout(spec: ModelSpec) -> str:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
 
-def _texts(tokenizer: Tokenizer) -> TokenTexts:
+def token_texts(tokenizer: Tokenizer) -> TokenTexts:
+    """Return the texts of a model's tokens."""
     ids = range(tokenizer.n_vocab)
     return TokenTexts([tokenizer.token_bytes(i) for i in ids], frozenset(i for i in ids if tokenizer.is_special(i)))

@@ -79,6 +79,11 @@ class Session:
         return self.request is None
 
     @property
+    def conversation(self) -> str | None:
+        """What the client calls the conversation, if anything."""
+        return self.request.conversation if self.request is not None else None
+
+    @property
     def is_active(self) -> bool:
         """Whether it counts as an active generation, for quanta and windows."""
         if self.is_manual:

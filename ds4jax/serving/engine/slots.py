@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ds4jax.serving.engine.prefix import common_prefix
+from ds4jax.serving.engine.prefix import common_prefix, reads_as
 from ds4jax.serving.engine.session import Session, State
 from ds4jax.serving.engine.snapshots import Found, SnapshotPool
 
@@ -16,7 +16,8 @@ class Choice(NamedTuple):
 
     must_clear: empty it before anything else. snapshot: to be restored into the slot, with the compressed rows of the slot `source`
     (the slot itself: a rewind; another one, free or not: a fork). parts_at: tokens that the prompt has in common with what some slot
-    holds, whether or not they can be used again: others may part from it there, too.
+    holds, whether or not they can be used again: others may part from it there, too. n_retold: where the slot holds other tokens of the
+    same text, how many tokens of the prompt they stand for.
     """
 
     slot: int
@@ -25,6 +26,12 @@ class Choice(NamedTuple):
     snapshot: int | None = None
     source: int | None = None
     parts_at: int = 0
+    n_retold: int | None = None
+
+    @property
+    def n_covered(self) -> int:
+        """Tokens of the prompt that need not be computed."""
+        return self.n_cached if self.n_retold is None else self.n_retold
 
     @property
     def reuse(self) -> str | None:
@@ -53,10 +60,11 @@ class SlotTable:
     """Map slots to resident sessions and choose slots for new ones.
 
     spacing: tokens that are not worth keeping or waiting for: computing them costs the shortest chunk, as computing one does.
+    texts: of the tokens, by id; without them prompts go on from their own tokens alone.
     """
 
-    def __init__(self, n_slots: int, n_snapshots: int = 0, spacing: int = 1) -> None:
-        self.spacing = spacing
+    def __init__(self, n_slots: int, n_snapshots: int = 0, spacing: int = 1, texts: Sequence[bytes] = ()) -> None:
+        self.spacing, self._texts = spacing, texts
         self._slots = [_Slot() for _ in range(n_slots)]
         self.snapshots = SnapshotPool(n_snapshots)
         self._releases = 0
@@ -69,13 +77,13 @@ class SlotTable:
         return (slot.session for slot in self._slots if slot.session is not None)
 
     # ------------------------------------------------------------ coming and going
-    def choose(self, prompt: Sequence[int], conversation: str | None = None) -> Choice | None:
+    def choose(self, prompt: Sequence[int], conversation: str | None = None, *, retold: bool = True) -> Choice | None:
         """Choose a free slot for a prompt, or None when all are taken.
 
         What saves most of the prompt is taken: a free slot whose whole history begins the prompt, or a snapshot of any slot's
         beginning. Without either, one with nothing to lose, then the one that was left the longest ago. At least one token of
         the prompt is left to feed: the first logits come from it. A conversation with a name has nothing to lose in a slot of its own:
-        it has been edited, or cut to fit, and will not come back to what is there.
+        it has been edited, or cut to fit, and will not come back to what is there. retold: whether other tokens of the same text will do.
         """
         free = [index for index, slot in enumerate(self._slots) if slot.session is None]
         if not free:
@@ -91,7 +99,18 @@ class SlotTable:
         else:
             index = min(free, key=lambda index: self._what_is_lost(index, conversation))
             choice = Choice(index, 0, must_clear=not self._slots[index].empty)
+        if self._texts and retold:
+            choice = max([choice, *self._retold(prompt, free, shared)], key=lambda choice: choice.n_covered)
         return choice._replace(parts_at=max(shared))
+
+    def _retold(self, prompt: Sequence[int], free: Sequence[int], shared: Sequence[int]) -> Iterator[Choice]:
+        """Find slots that go on as they were left with a prompt that was cut into other tokens than the model wrote."""
+        for index in free:
+            history = self._slots[index].history
+            if self.spacing <= shared[index] < len(history):
+                n = reads_as(history, prompt, shared[index], self._texts)
+                if n is not None:
+                    yield Choice(index, len(history), must_clear=False, n_retold=n)
 
     def _return_to(self, found: Found, free: Sequence[int], conversation: str | None) -> Choice:
         """Choose where a snapshot is restored: where nothing but a generated text is lost, else as for a new prompt.

@@ -25,15 +25,15 @@ class Reading:
 
 
 class TokenTexts:
-    """The text of every token of a vocabulary.
+    """The text of every token of a vocabulary: `texts`, by id.
 
-    texts: the bytes of each, by id. special: the ids of special tokens.
+    texts: the bytes of each. special: the ids of special tokens.
     """
 
     def __init__(self, texts: Sequence[bytes], special: frozenset[int]) -> None:
-        self._texts = [SPECIAL + text if i in special else text for i, text in enumerate(texts)]
-        self._lengths = np.array([len(text) for text in self._texts], np.int64)
+        self.texts = [SPECIAL + text if i in special else text for i, text in enumerate(texts)]
+        self._lengths = np.array([len(text) for text in self.texts], np.int64)
 
     def read(self, tokens: Sequence[int]) -> Reading:
         """Return the text of tokens."""
-        return Reading(b"".join(map(self._texts.__getitem__, tokens)), np.cumsum(self._lengths[np.asarray(tokens, np.int64)]))
+        return Reading(b"".join(map(self.texts.__getitem__, tokens)), np.cumsum(self._lengths[np.asarray(tokens, np.int64)]))
