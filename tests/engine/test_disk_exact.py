@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
 
 from ds4jax import Engine
+from ds4jax.config import KVPolicy
 from ds4jax.model import transfer
-from ds4jax.serving.engine.programs import TRANSFER_KEYS, ProgramStore
+from ds4jax.serving.engine.programs import TRANSFER_KEYS, Key, Program, ProgramStore
 from ds4jax.serving.engine.runner import Runner
+from tests.engine.test_reuse import ask, tokens
 from tests.engine.test_snapshots_exact import BESIDE, COLD, MORE, OTHER, TOKENS, contents, continued, feed
-from tests.model.oracle import SMOOTH
+from tests.model.oracle import SMOOTH, engine_config
 
 CUTS = (1, 3, 4, 5, 63, 64, 127, 128, 129, 255, 256, 257, 384, 600 - MORE)
 SAVED, LOADED = 1, 2
 
 
 @pytest.fixture(scope="module")
-def runner(engines: Callable[[str], Engine]) -> Iterator[Runner]:
-    """The engine of other tests, with programs that take a sixth of its slots at a time: never kept, for users' are larger."""
-    runner = engines(SMOOTH.name).runner
+def small_pieces(engines: Callable[[str], Engine]) -> dict[Key, Program]:
+    """Programs for pieces of a fifth of a slot. Nobody else may find them on disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "PIECE_TOKENS", 128)
-        mine = {key: ProgramStore(None).get(runner.shapes, key) for key in TRANSFER_KEYS}
-        before = dict(runner.programs)
-        runner.programs.update(mine)
-        yield runner
-        runner.programs = before
+        return {key: ProgramStore(None).get(engines(SMOOTH.name).runner.shapes, key) for key in TRANSFER_KEYS}
+
+
+@pytest.fixture
+def runner(engines: Callable[[str], Engine], small_pieces: dict[Key, Program], monkeypatch: pytest.MonkeyPatch) -> Runner:
+    runner = engines(SMOOTH.name).runner
+    monkeypatch.setattr(transfer, "PIECE_TOKENS", 128)
+    monkeypatch.setattr(runner, "programs", runner.programs | small_pieces)
+    return runner
 
 
 def exported(runner: Runner, slot: int, n_tokens: int) -> dict[str, np.ndarray]:
@@ -86,3 +94,32 @@ def test_a_file_does_not_say_how_much_its_slot_could_hold(runner: Runner, n_toke
         back.append(transfer.live_rows(whole, capacity, piece, n_tokens))
     for name, array in arrays.items():
         assert np.array_equal(np.concatenate([rows[name] for rows in back]), array)
+
+
+# ---------------------------------------------------------------- engines
+POLICY = KVPolicy(min_tokens=32, cold_max_tokens=300, continued_interval_tokens=192, boundary_trim_tokens=4, boundary_align_tokens=64)
+
+
+def test_engines_that_share_a_folder_go_on_from_one_another(engines: Callable[[str], Engine], tmp_path: Path) -> None:
+    """Beside a neighbour the very tokens, and alone the very bits, of the one that had computed all of it."""
+    prompt, other = np.random.default_rng(11).integers(8, 512, (2, 200)).tolist()
+    model, config = SMOOTH.load(), replace(engine_config(SMOOTH.name), snapshots=0)
+    with Engine(model, config=config, kv_disk=tmp_path, kv_policy=POLICY) as second:
+        with Engine(model, config=config, kv_disk=tmp_path, kv_policy=POLICY) as first:
+            ((_, cold),) = ask(first, prompt)
+            wait_for(lambda: first.stats().saves == {"cold": 1})
+            (n_beside, _), (n_loaded, loaded) = ask(second, other, prompt)
+            assert (n_beside, n_loaded) == (0, 192) and tokens(loaded) == tokens(cold)
+            ((n_alone, alone),) = ask(second, prompt)
+            assert n_alone == 192 and alone == cold, "chunks end where they did, so the bits are equal"
+        ((n_cached, _),) = ask(second, [*prompt, *tokens(cold)[:-1], 9, 8, 7])
+        assert n_cached == len(prompt) + len(cold) - 1 and second.stats().compile_misses == 0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait for what other threads bring about."""
+    for _ in range(4000):
+        if condition():
+            return
+        sleep(0.005)
+    raise AssertionError("it never came true")
