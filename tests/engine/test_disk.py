@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -170,6 +171,16 @@ def test_short_sessions_are_neither_saved_nor_looked_for(house: House) -> None:
     assert house.on_disk == {} and house.device.exported == []
 
 
+def test_a_conversation_that_was_edited_is_not_saved_as_it_was(tmp_path: Path) -> None:
+    house = House(tmp_path, NEVER_ON_THE_WAY, n_slots=1)
+    house.answer(*LONG, conversation="mine")
+    house.answer(*OTHER, conversation="mine")
+    assert house.on_disk == {}
+    house.answer(*LONG[:50], conversation="yours")
+    assert house.on_disk == {len(OTHER) + 4: "evict"}
+    house.close()
+
+
 # ---------------------------------------------------------------- beside others
 def test_a_save_takes_one_piece_a_step_while_others_decode(house: House) -> None:
     house.ask(1, 2, 3, n=150)
@@ -294,6 +305,33 @@ def test_arrays_of_another_shape_are_not_used(house: House, monkeypatch: pytest.
     other = House(house.folder, NEVER_ON_THE_WAY)
     monkeypatch.setattr(other.device, "session_parts", lambda n_tokens: ())
     assert other.answer(*LONG[:75])[0] == 0 and other.device.imported == []
+
+
+def test_a_session_that_goes_wrong_behind_its_file_takes_that_along(house: House) -> None:
+    house.answer(*LONG[:75])
+    other = House(house.folder, NEVER_ON_THE_WAY)
+    other.device.bad_rows = {(step, slot) for step in range(3) for slot in range(4)}
+    request_id = other.ask(*LONG[:75])
+    other.run()
+    assert other.record.finish(request_id).reason is FinishReason.ERROR
+    other.close()
+    assert stored(house.folder) == []
+
+
+def test_a_full_disk_costs_a_warning_and_no_request(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ds4jax.serving.engine.kvstore.files._pwrite", full)
+    house.answer(*LONG)
+    house.answer(*OTHER)
+    assert house.on_disk == {} and house.core.stats().failed_saves == 2
+    (warning,) = house.warnings
+    assert "No space left on device" in warning
+    house.warnings.clear()
+    monkeypatch.undo()
+    house.answer(*LONG[::-1])
+    assert house.on_disk == {64: "continued"}
 
 
 def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:

@@ -13,8 +13,11 @@ import pytest
 from ds4jax import Engine
 from ds4jax.config import KVPolicy
 from ds4jax.model import transfer
+from ds4jax.serving.engine.kvstore import Draft, Reason
 from ds4jax.serving.engine.programs import TRANSFER_KEYS, Key, Program, ProgramStore
 from ds4jax.serving.engine.runner import Runner
+from ds4jax.serving.engine.saved import open_saved, token_texts
+from ds4jax.text.dsml import ReplayMemory, ToolCall
 from tests.engine.test_reuse import ask, tokens
 from tests.engine.test_snapshots_exact import BESIDE, COLD, MORE, OTHER, TOKENS, contents, continued, feed
 from tests.model.oracle import SMOOTH, engine_config
@@ -114,6 +117,24 @@ def test_engines_that_share_a_folder_go_on_from_one_another(engines: Callable[[s
             assert n_alone == 192 and alone == cold, "chunks end where they did, so the bits are equal"
         ((n_cached, _),) = ask(second, [*prompt, *tokens(cold)[:-1], 9, 8, 7])
         assert n_cached == len(prompt) + len(cold) - 1 and second.stats().compile_misses == 0
+
+
+def test_calls_of_tools_are_remembered_with_the_session_that_has_them(tmp_path: Path) -> None:
+    model = SMOOTH.load()
+    texts = token_texts(model.tokenizer)
+    block = "\n\n<｜DSML｜tool_calls><｜DSML｜invoke name='x'></｜DSML｜invoke></｜DSML｜tool_calls>"
+    call = ToolCall("id1", "x", "{}")
+    tokens = model.tokenizer.encode_rendered(f"Some text that is long enough.{block} and more" * 3)
+    memory = ReplayMemory()
+    memory.remember(block, [call])
+    memory.remember(block.replace("x", "y"), [ToolCall("id2", "y", "{}")])
+    saved = open_saved(tmp_path, model, texts, 640, POLICY, memory)
+    assert saved is not None
+    text = texts.read(tokens).text
+    assert saved.store.save_all(Draft(tokens, (), 640, Reason.EVICT, text, saved.replay(text)), ()).result(30)
+    other = ReplayMemory()
+    open_saved(tmp_path, model, texts, 640, POLICY, other)
+    assert other.recall([call]) == block and other.recall([ToolCall("id2", "y", "{}")]) is None
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

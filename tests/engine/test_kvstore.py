@@ -171,7 +171,7 @@ class TestLookup:
         save(store, PROMPT)
         found = store.find([*PROMPT, 1])
         assert found
-        opened(tmp_path).discard(found)
+        assert opened(tmp_path).discard(PROMPT).result(30)
         assert store.load(found) is None and store.find([*PROMPT, 1]) is None
 
 

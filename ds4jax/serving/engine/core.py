@@ -254,7 +254,7 @@ class EngineCore:
                 found = self._disk.loads.found(session, choice.n_covered)
                 if found is not None:
                     choice = self._slots.choose((), session.conversation) or choice
-                if not self._is_vacant(choice):
+                if not self._is_vacant(choice, session):
                     continue
                 self._disk.loads.take(session)
             self._waiting.remove(session)
@@ -272,10 +272,10 @@ class EngineCore:
         self._events.append(Started(session.id, session.seen(session.prompt_end), session.seen(n_cached)))
         self._move_in(session, choice, found)
 
-    def _is_vacant(self, choice: Choice) -> bool:
+    def _is_vacant(self, choice: Choice, session: Session) -> bool:
         """Whether a slot can be had now; if not, what it holds is being saved."""
         vacant = []
-        self._try(lambda: vacant.append(self._disk is None or self._disk.is_vacant(choice)))
+        self._try(lambda: vacant.append(self._disk is None or self._disk.is_vacant(choice, session)))
         return vacant == [True]
 
     def _move_in(self, session: Session, choice: Choice, found: Found | None = None) -> None:
@@ -407,15 +407,15 @@ class EngineCore:
 
     def _advance(self, session: Session, index: int, outcome: Outcome) -> None:
         """Take one session's share of a result."""
+        token = outcome.tokens[index]
+        if token < 0 and self._disk is not None:
+            self._disk.doubt(session)
         if isinstance(outcome.launch.plan, Prefill):
             n_done = outcome.launch.n_done
             if not session.is_manual:
                 self._events.append(Prefilled(session.id, session.seen(n_done), session.seen(session.prompt_end)))
-            if outcome.tokens[index] < 0:
-                self._distrust(session)
             if n_done < session.prompt_end:
                 return
-        token = outcome.tokens[index]
         if token < 0:
             self._fail(session, Ds4jaxError(UNUSABLE_LOGITS))
         elif session.is_manual:

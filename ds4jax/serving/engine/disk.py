@@ -54,9 +54,14 @@ class Disk:
         """Whether a prompt of which n_cached tokens are in memory waits for the disk."""
         return self.loads.awaits_disk(session, n_cached, self._slots.spacing, self._clock_us())
 
-    def is_vacant(self, choice: Choice) -> bool:
-        """Whether a slot may be used as chosen; if not, what is in it is being saved. Raises DeviceStepError."""
+    def is_vacant(self, choice: Choice, session: Session) -> bool:
+        """Whether a slot may be used as chosen; if not, what is in it is being saved. Raises DeviceStepError.
+
+        A conversation that takes its own place was edited, or cut to fit, and will not come back to what was there.
+        """
         slot, kept = choice.slot, choice.n_kept
+        if self._slots.is_own(slot, session.conversation):
+            return True
         if self.saves.is_copying(slot, kept):
             return not self.saves.has_patience(slot, self._clock_us())
         return not self._save(slot, kept, Reason.EVICT)
@@ -120,6 +125,13 @@ class Disk:
     def advance_loads(self, *, decoding: bool) -> list[Session]:
         """Do a little of what is being loaded; returns the sessions whose slots were filled. Raises DeviceStepError."""
         return self.loads.advance(1 if decoding else _AT_ONCE, self._clock_us())
+
+    def doubt(self, session: Session) -> None:
+        """Save nothing of a session whose logits are unusable, and do not load again what it began with."""
+        if session.slot is not None:
+            self.saves.distrust(session.slot)
+        if session.n_loaded:
+            self._saved.store.discard(session.tokens[: session.n_loaded])
 
     def forget(self) -> None:
         """Give up all that needs the cache, which is lost."""

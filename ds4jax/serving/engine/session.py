@@ -59,6 +59,7 @@ class Session:
         self.stops: list[int] = []  # where prefill pauses for a snapshot, ascending
         self.save_stops: list[int] = []  # where it pauses to be saved on disk, ascending
         self.cold_at: int | None = None  # which of those is of use to other prompts
+        self.n_loaded = 0  # tokens that came from disk
         self.n_longer = 0  # tokens by which the prompt grew when its beginning was taken as another one had it
         self.builder: tuple[Session, int] | None = None  # who computes the beginning of this prompt, and how much of it
         self.error: Ds4jaxError | None = None  # why a manual session ended
@@ -124,7 +125,7 @@ class Session:
     # ------------------------------------------------------------ launches
     def load(self, slot: int, n_cached: int) -> None:
         """Move into a slot that is being filled with the first n_cached tokens of the prompt."""
-        self.slot, self.n_cached, self.state = slot, n_cached, State.LOADING
+        self.slot, self.n_cached, self.n_loaded, self.state = slot, n_cached, n_cached, State.LOADING
 
     def start(self, slot: int, n_cached: int) -> None:
         """Move into a slot that holds the first n_cached tokens of the prompt."""

@@ -129,8 +129,11 @@ class SlotTable:
 
     def _what_is_lost(self, index: int, conversation: str | None) -> tuple[bool, int, int]:
         slot = self._slots[index]
-        is_own = conversation is not None and slot.conversation == conversation
-        return bool(slot.history) and not is_own, slot.freed_at, index
+        return bool(slot.history) and not self.is_own(index, conversation), slot.freed_at, index
+
+    def is_own(self, index: int, conversation: str | None) -> bool:
+        """Whether a conversation was the last in a slot."""
+        return conversation is not None and self._slots[index].conversation == conversation
 
     def take(self, choice: Choice, session: Session) -> None:
         """Give a chosen slot to a session."""

@@ -179,9 +179,9 @@ class KVStore:
         if entry is not None and entry.header is not None:
             yield entry, entry.header.n_tokens
 
-    def discard(self, entry: StoredEntry) -> None:
-        """Delete a session that was found, for one whose state turned out to be of no use."""
-        self._trouble.delete(entry.path)
+    def discard(self, tokens: Sequence[int] | np.ndarray) -> Future[bool]:
+        """Delete the session of exactly these tokens, on a thread of the store, for its state turned out to be of no use."""
+        return self._reading.submit(lambda: self._trouble.delete(self._folder / (entry_key(self._identity, tokens) + SUFFIX)))
 
     def replay_maps(self) -> Iterator[bytes]:
         """Read the tool-replay maps of all sessions that this server could continue, those used last first."""
