@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4jax.errors import ConfigError
-from ds4jax.serving.http.bench_client import Workload, events, measure
+from ds4jax.serving.http.bench_client import Level, Outcome, Workload, events, measure
 from tests.http.conftest import MakeEngine, MakeServer
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -37,6 +38,17 @@ def test_every_token_of_every_request_is_counted(make_server: MakeServer, make_e
     assert len(prompts) == 2 * n_clients, "requests that share a prompt measure the prefix cache"
     assert {len(prompt) for prompt in prompts} == {4}
     assert all(request.stop_token_ids == frozenset() for request in engine.requests.values())
+
+
+def test_the_rate_of_all_clients_together() -> None:
+    """One answers from 0 to 4 s, the other from 2 to 6 s: in the two seconds between, each gets two pieces of two tokens."""
+    first = Outcome(0, arrivals=[0.0, 1.0, 2.0, 3.0, 4.0], n_tokens=10)
+    second = Outcome(1, arrivals=[2.0, 3.0, 4.0, 5.0, 6.0], n_tokens=10)
+    assert Level(2, 6.0, [first, second]).full_tokens_per_s == pytest.approx(4.0)
+    assert first.gaps_s == [1.0] * 4
+    apart = Outcome(1, arrivals=[5.0, 6.0], n_tokens=2)
+    assert math.isnan(Level(2, 6.0, [first, apart]).full_tokens_per_s), "they never answered together"
+    assert math.isnan(Level(2, 6.0, [first, Outcome(1, error="refused")]).full_tokens_per_s)
 
 
 def test_a_step_that_fails_is_an_error(make_server: MakeServer, make_engine: MakeEngine) -> None:
@@ -86,7 +98,8 @@ def raw_server(reply: bytes) -> Iterator[str]:
     [
         (HEAD + b"a\r\ndata: {}\n\n\r\n0\r\n\r\n", "stopped before"),
         (HEAD + b"5\r\n: hi\n\r\n0\r\n\r\n", "stopped before"),
-        (HEAD + b"20\r\ndata:", "bytes"),
+        (HEAD + b"20\r\ndata:", "stopped before"),
+        (HEAD + b"xx\r\ndata:", "invalid literal"),
         (b"HTTP/1.1 503 Service Unavailable\r\n\r\nlater", "503 service unavailable: later"),
         (b"", "bytes"),
     ],

@@ -15,6 +15,7 @@ import orjson
 from ds4jax.errors import ConfigError
 
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+_READ_BYTES = 1 << 16
 _FIRST_ID, _LAST_ID = 8, 255  # token ids of prompts: plain text in any byte-level vocabulary, and present in the smallest
 
 
@@ -163,9 +164,10 @@ async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict]:
     chunked = any(header.startswith("transfer-encoding:") and "chunked" in header for header in headers)
     if " 200" not in status:
         raise ValueError(f"{status}: {(await reader.read(2000)).decode(errors='replace')}")
+    chunks = _Chunks() if chunked else None
     pending = b""
-    while data := await _next_chunk(reader, chunked):
-        *lines, pending = (pending + data).split(b"\n")
+    while (chunks is None or not chunks.ended) and (data := await reader.read(_READ_BYTES)):
+        *lines, pending = (pending + (data if chunks is None else chunks.feed(data))).split(b"\n")
         for line in lines:
             if line.startswith(b"data: "):
                 if line.rstrip() == b"data: [DONE]":
@@ -174,9 +176,22 @@ async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict]:
     raise EOFError("the reply stopped before [DONE]")
 
 
-async def _next_chunk(reader: asyncio.StreamReader, chunked: bool) -> bytes:
-    """Read what there is next of a body; b"" at its end."""
-    if not chunked:
-        return await reader.read(1 << 16)
-    size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
-    return (await reader.readexactly(size + 2))[:-2]
+class _Chunks:
+    """Takes the bytes of a chunked body as they come: one wait for whatever is there, not two for each chunk."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self.ended = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the content of the chunks that are whole by now. Raises ValueError for what is no chunk."""
+        data, content, at = self._pending + data, b"", 0
+        while not self.ended and (line_end := data.find(b"\r\n", at)) >= 0:
+            size = int(data[at:line_end].split(b";")[0], 16)
+            first, end = line_end + 2, line_end + 2 + size
+            if len(data) < end + 2:
+                break
+            content += data[first:end]
+            at, self.ended = end + 2, size == 0
+        self._pending = data[at:]
+        return content
