@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
-# Compiling is most of what the tests cost. Compiled programs stay for the next run, in a folder that git ignores; their names are
+# Compiling is most of what the tests cost, and half of that is LLVM's optimiser. Without it XLA decides all that it decides with it
+# (what is fused, how products and sums are laid out: the optimised HLO is the same), and only the instructions of each loop differ.
+# tests/model/test_oracle.py and test_optimised.py compile as users do. XLA_FLAGS= in the environment leaves the optimiser on for all.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# Compiled programs stay for the next run, in a folder that git ignores; their names are
 # hashes of all that decides them, so nothing stale is found there. Child processes inherit the folder. JAX's own cache stays off:
 # what it gives back on a CPU cannot be stored again.
 _compiled = ROOT / ".pytest_cache" / "ds4jax"
@@ -58,7 +64,10 @@ def engines() -> Iterator[Callable[[str], Engine]]:
 
     def engine_of(name: str) -> Engine:
         if name not in opened:
-            opened[name] = open_engine(name)
+            _compiled.mkdir(parents=True, exist_ok=True)
+            with (_compiled / f"{name}.lock").open("w") as lock:  # of two workers, the second finds what the first compiles
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                opened[name] = open_engine(name)
         return opened[name]
 
     yield engine_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds4jax import Engine
-from tests.model.oracle import LENGTHS, SETS, TOLERANCE, Run
+from tests.model.oracle import LENGTHS, SERVED, SETS, TOLERANCE, Run
 
 EngineOf = Callable[[str], Engine]
 # Where calls end: positions whose logits every set keeps, so that the pieces cross every window and compressor boundary.
@@ -30,7 +30,7 @@ def check(got: np.ndarray, run: Run, position: int) -> None:
 
 
 @pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", SERVED)
 def test_prefill_in_uneven_pieces(engines: EngineOf, name: str, n: int) -> None:
     run = SETS[name].run(n)
     for ends in ENDS[n]:
@@ -41,11 +41,14 @@ def test_prefill_in_uneven_pieces(engines: EngineOf, name: str, n: int) -> None:
             assert session.tokens == tuple(run.tokens)
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", SERVED)
 def test_decode_from_the_first_token_in_every_bucket(engines: EngineOf, name: str) -> None:
-    """Sequences of 600, 300, 130 and 5 tokens start together, so the batch shrinks through all buckets that its engine has."""
+    """Sequences of 600, 300, 130 and 5 tokens start together, so the batch shrinks through all buckets that its engine has.
+
+    The two packed in few bits decode slowly: they begin with 300, behind which no layer does anything new.
+    """
     engine = engines(name)
-    lengths = sorted(LENGTHS, reverse=True)[: engine.runner.n_slots]
+    lengths = [n for n in sorted(LENGTHS, reverse=True) if n < 600 or name not in ("tiny-q2", "tiny-q4k")][: engine.runner.n_slots]
     before = engine.stats()
     decode_together(engine, {n: (SETS[name].run(n), 0) for n in lengths})
     after = engine.stats()
@@ -53,7 +56,7 @@ def test_decode_from_the_first_token_in_every_bucket(engines: EngineOf, name: st
     assert sum(rows.values()) == sum(lengths) and all(rows.values()), f"some bucket was never used: {rows}"
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", SERVED)
 def test_decode_after_prefill_beside_others(engines: EngineOf, name: str) -> None:
     """Sessions that stand at different phases of their windows share batches; each continues its own prompt."""
     engine = engines(name)

@@ -75,12 +75,17 @@ def _folders() -> list[Path]:
 
 SETS = {path.stem: OracleSet(path) for folder in reversed(_folders()) for path in sorted(folder.glob("*.gguf"))}
 SMOOTH = SETS["tiny-smooth"]
+# Compiling is what a set costs, so one of ours is held to one of two paths: a sequence as one chunk, or chunks and steps of an engine.
+# Smooth, and sets from elsewhere, are held to both.
+IN_ONE_CHUNK = [name for name in SETS if name not in ("tiny-q2", "tiny-q4k")]
+SERVED = [name for name in SETS if name != "tiny-q8"]
+AS_USERS = {"xla_backend_optimization_level": 3}  # compiler options: XLA's own choice, which conftest.py lowers for the other tests
 
 
 class AllLogits:
     """A compiled chunk of up to n_token tokens that gives the logits after each of them."""
 
-    def __init__(self, model: Model, n_token: int = N_CTX, n_ctx: int = N_CTX) -> None:
+    def __init__(self, model: Model, n_token: int = N_CTX, n_ctx: int = N_CTX, options: dict[str, int] | None = None) -> None:
         self.model, self.n_token, self.n_ctx = model, n_token, n_ctx
         spec = model.spec
 
@@ -88,10 +93,10 @@ class AllLogits:
             return prefill_all_logits(model.flat.merge(leaves), cache, batch, spec.compute)
 
         lowered = jax.jit(run, donate_argnums=1).lower(model.flat.leaves, self.new_cache(), self._batch([0]))
-        name = hashlib.sha256((lowered.as_text() + os.environ.get("XLA_FLAGS", "")).encode()).hexdigest()[:24]
+        name = hashlib.sha256((lowered.as_text() + os.environ.get("XLA_FLAGS", "") + str(options)).encode()).hexdigest()[:24]
         path = program_directory() / f"all-logits-{name}-{jax.__version__}.xla"
         stored = ProgramStore._load(path) if path.is_file() else None
-        self._program = stored or lowered.compile()
+        self._program = stored or lowered.compile(compiler_options=options)
         if stored is None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             ProgramStore._save(path, self._program)
@@ -116,7 +121,7 @@ class AllLogits:
 
 
 # The slots decide the decode buckets: every one of 1, 2, 4, 8, 16 where compiling is cheapest.
-N_SLOT = {"tiny-smooth": 16, "tiny-q8": 4}
+N_SLOT = {"tiny-smooth": 16, "tiny-q4k": 1}
 CHUNK = 64
 
 

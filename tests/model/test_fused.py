@@ -21,9 +21,9 @@ from ds4jax.model.steps import DecodeBatch, PrefillBatch, decode_step, prefill_c
 # Flash in small: every kind of layer, sizes that the kernels take, and few enough chosen rows that the indexer has to choose. Experts go
 # by token: where two score nearly the same, the paths may choose differently, and random weights then have little in common.
 SMALL = replace(
-    FLASH, name="small", n_layer=5, n_embd=256, n_vocab=256, n_head=16, head_dim=128, q_lora_rank=128, o_lora_rank=128, n_out_group=2,
-    n_window=64, compress_ratios=(0, 4, 128, 4, 128), n_hash_layer=5, n_index_head=16, index_top_k=16, n_expert=16, n_expert_used=2,
-    n_ff=256, swiglu_clamp=(10.0,) * 5, swiglu_clamp_shared=(10.0,) * 5,
+    FLASH, name="small", n_layer=3, n_embd=256, n_vocab=256, n_head=16, head_dim=128, q_lora_rank=128, o_lora_rank=128, n_out_group=2,
+    n_window=64, compress_ratios=(0, 4, 128), n_hash_layer=3, n_index_head=16, index_top_k=16, n_expert=16, n_expert_used=2,
+    n_ff=256, swiglu_clamp=(10.0,) * 3, swiglu_clamp_shared=(10.0,) * 3,
 )  # fmt: skip
 SLOTS, CTX, CHUNK = 3, 512, 32
 

@@ -21,7 +21,6 @@ from ds4jax.model.softmax import RunningSoftmax
 from tests.model.lowering import lower_for_cuda
 
 N, K, R, WINDOW = TINY.n_head, TINY.head_dim, TINY.n_rot, TINY.n_window
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests cost
 OMEGA = frequencies(TINY, compressed=True)
 CAPACITY, LAYERS, SLOTS = 80, 2, 3
 SMALL = Tiling(heads=16, rows=16, parts=3, warps=4, sum_heads=2)
@@ -36,7 +35,7 @@ def random_rows(format: str, n_row: int, seed: int) -> Rows:
     return stored(format, jnp.asarray(values))
 
 
-@partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@partial(jax.jit, static_argnums=0)
 def stored(format: str, values: jax.Array) -> Rows:
     """Store rows [L, S, rows, K]."""
     rows = Rows.zeros(format, *values.shape, R)
@@ -46,7 +45,7 @@ def stored(format: str, values: jax.Array) -> Rows:
     return rows
 
 
-@partial(jax.jit, static_argnames="ratio", compiler_options=QUICK)
+@partial(jax.jit, static_argnames="ratio")
 def plain(q, sinks, raw, comp, chosen, at_raw, at_comp, layer, slot, position, *, ratio: int):
     """Attend as the array code does; chosen as for the kernel."""
     m = q.shape[0]
@@ -78,7 +77,7 @@ def case(position: list[int], format: str, *, compressed: bool, pick: int = 0):
     return [q, sinks, random_rows(format, WINDOW, 1), comp, chosen, *layers, slot, at]
 
 
-attend = jax.jit(partial(kernel.attend, n_head=N, ratio=4, omega=OMEGA, eps=TINY.rms_eps), static_argnames="tiles", compiler_options=QUICK)
+attend = jax.jit(partial(kernel.attend, n_head=N, ratio=4, omega=OMEGA, eps=TINY.rms_eps), static_argnames="tiles")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ L, E, X, D, F, CLAMP = 2, 3, 2, 512, 256, 7.0
 N_TOKEN = 12  # of which more choose an expert than a block holds
 LAYER = np.int32([1])
 PAIRINGS = [("IQ2_XXS", "Q2_K"), ("Q4_K", "Q4_K")]  # of gate and up, and of down
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests cost
 
 
 # ---------------------------------------------------------------- blocks
@@ -42,7 +41,7 @@ def test_each_pair_is_in_one_block_of_its_expert(choice: list[int]) -> None:
     assert sum(e < 4 for e in blocks.expert.tolist()) == sum(-(-choice.count(e) // 16) for e in range(4))
 
 
-_cut = jax.jit(partial(cut_into_blocks, n_expert=4, rows=16), compiler_options=QUICK)
+_cut = jax.jit(partial(cut_into_blocks, n_expert=4, rows=16))
 
 
 @pytest.mark.parametrize(("n_token", "members"), [(128, 16), (256, 16), (1024, 64), (2048, 128), (4096, 128)])
@@ -65,7 +64,7 @@ def compiled() -> Callable[..., jax.Array]:
         patch.setattr(grouped, "DOWN", Tile(256, 8, 4, 1))
         x, weight, expert = example(N_TOKEN)
         lowered = jax.jit(partial(grouped.apply_grouped, clamp=CLAMP)).lower(x, weight, expert, weights(), LAYER)
-        return lowered.compile(compiler_options=QUICK)
+        return lowered.compile()
 
 
 def apply(x: np.ndarray, weight: np.ndarray, expert: np.ndarray) -> np.ndarray:
@@ -101,7 +100,7 @@ def test_planes_of_q4_k_are_its_weights() -> None:
     blocks = Blocks(jnp.zeros(1, jnp.int32), jnp.arange(256, dtype=jnp.int32)[None])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "DOWN", Tile(16, 8, 4, 1))
-        got = jax.jit(grouped.down, compiler_options=QUICK)(grouped.to_planes(jnp.eye(256)), w, blocks, LAYER)
+        got = jax.jit(grouped.down)(grouped.to_planes(jnp.eye(256)), w, blocks, LAYER)
     # Scale, minimum and weight round to 11 bits each.
     expected = np.asarray(quant.dequantize(quant.take_layer(w, 1))[0]).T
     np.testing.assert_allclose(got, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())

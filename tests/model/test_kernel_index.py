@@ -23,13 +23,12 @@ from tests.model.lowering import lower_for_cuda
 
 HEADS, J, R, TOP_K = TINY.n_index_head, TINY.index_dim, TINY.n_rot, TINY.index_top_k
 CAPACITY, LAYERS, SLOTS = 200, 2, 3
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests cost
 OMEGA = frequencies(TINY, compressed=True)
 # Of scores about 1: FP4 products are exact in bfloat16 and only sums differ in order; plain queries and keys have 8 bits.
 TOLERANCE = {"fp4": 1e-5, "bf16": 2e-2}
 
 
-@partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@partial(jax.jit, static_argnums=0)
 def stored(format: str, values: jax.Array) -> Rows:
     """Store keys [L, S, rows, J]."""
     rows = Rows.zeros(format, LAYERS, SLOTS, CAPACITY, J, R)
@@ -39,7 +38,7 @@ def stored(format: str, values: jax.Array) -> Rows:
     return rows
 
 
-@partial(jax.jit, static_argnames="rounded", compiler_options=QUICK)
+@partial(jax.jit, static_argnames="rounded")
 def plain_scores(q, weight, keys, layer, slot, position, *, rounded: bool):
     """Score all rows as the array code does: [M, rows]."""
     q = rotate(q.reshape(-1, 1, HEADS, J), position[:, None, None], OMEGA)
@@ -49,7 +48,7 @@ def plain_scores(q, weight, keys, layer, slot, position, *, rounded: bool):
     return index_scores(q, weight[:, None] * (1.0 / (HEADS * J) ** 0.5), key)[:, 0]
 
 
-choose = jax.jit(partial(kernel.choose_rows, top_k=TOP_K, omega=OMEGA), compiler_options=QUICK)
+choose = jax.jit(partial(kernel.choose_rows, top_k=TOP_K, omega=OMEGA))
 
 
 def inputs(m: int, format: str):
@@ -130,7 +129,7 @@ def test_tokens_of_a_chunk_that_share_their_keys_choose_as_if_alone() -> None:
     slot, position = jnp.int32([2, 2, 2, SLOTS, 0, 0, 0, 0]), jnp.int32([127, 128, 400, 401, 300, 301, 302, 303])
     where = jnp.int32(1), slot, position
     rows, n = choose(q, weight, keys, *where)
-    together = jax.jit(partial(kernel.choose_rows, top_k=TOP_K, omega=OMEGA, run=4), compiler_options=QUICK)
+    together = jax.jit(partial(kernel.choose_rows, top_k=TOP_K, omega=OMEGA, run=4))
     rows_together, n_together = together(q, weight, keys, *where)
     np.testing.assert_array_equal(n, n_together)
     assert n[3] == 0
