@@ -133,7 +133,7 @@ class Bench:
             assert engine.stats().reuses == {"disk": 1}
         return result("restart", len(second.prompt), cold.ttft_ms, second.ttft_ms, "ms", second.n_cached)
 
-    def saving(self, repeats: int = 3) -> dict[str, Any]:
+    def saving(self, repeats: int = 8) -> dict[str, Any]:
         """Let a session lose its slot while all others decode."""
         alone: list[float] = []
         beside: list[float] = []

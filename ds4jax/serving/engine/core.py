@@ -237,7 +237,7 @@ class EngineCore:
         One whose beginning somebody is just computing waits for that, and others may pass: it is sooner done with a copy of it.
         """
         for session in list(self._waiting):
-            if session.awaits_builder:
+            if session.awaits_builder or (self._disk is not None and self._disk.holds(session)):
                 continue
             choice = self._slots.choose(session.tokens, session.conversation)
             if choice is None:

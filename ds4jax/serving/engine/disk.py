@@ -50,6 +50,13 @@ class Disk:
         return bool(self.saves) or self.loads.is_busy
 
     # ------------------------------------------------------------ who gets a slot
+    def holds(self, session: Session) -> bool:
+        """Whether a prompt waits for what was begun for it before; cheap, unlike looking for what there is of a long prompt."""
+        slot = session.awaited_slot
+        if slot is not None and not (self.saves.is_copying(slot) and self.saves.has_patience(slot, self._clock_us())):
+            slot = session.awaited_slot = None
+        return slot is not None or self.loads.is_reading(session)
+
     def awaits(self, session: Session, n_cached: int) -> bool:
         """Whether a prompt of which n_cached tokens are in memory waits for the disk."""
         return self.loads.awaits_disk(session, n_cached, self._slots.spacing, self._clock_us())
@@ -63,8 +70,11 @@ class Disk:
         if self._slots.is_own(slot, session.conversation):
             return True
         if self.saves.is_copying(slot, kept):
-            return not self.saves.has_patience(slot, self._clock_us())
-        return not self._save(slot, kept, Reason.EVICT)
+            is_busy = self.saves.has_patience(slot, self._clock_us())
+        else:
+            is_busy = self._save(slot, kept, Reason.EVICT)
+        session.awaited_slot = slot if is_busy else None
+        return not is_busy
 
     def _save(self, slot: int, kept: int, reason: Reason) -> bool:
         """Begin to save what a free slot holds, if that is worth it where its first `kept` tokens stay; says whether it is."""

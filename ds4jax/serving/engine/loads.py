@@ -42,6 +42,10 @@ class Loads:
         """Whether anything is under way, or somebody has just got what he waited for."""
         return bool(self._reads or self._loads or self._has_news)
 
+    def is_reading(self, session: Session) -> bool:
+        """Whether the disk is being asked for a prompt."""
+        return session in self._reads
+
     def awaits_disk(self, session: Session, n_cached: int, spacing: int, now_us: int) -> bool:
         """Whether a prompt waits for the disk, of which it is asked here if it may have more than n_cached tokens of it.
 
@@ -49,8 +53,6 @@ class Loads:
         """
         if session in self._done:
             return False
-        if session in self._reads:
-            return True
         beyond = max(n_cached + spacing, self._store.policy.min_tokens) - 1
         if len(session.tokens) - 1 <= beyond:
             return False

@@ -59,6 +59,7 @@ class Session:
         self.stops: list[int] = []  # where prefill pauses for a snapshot, ascending
         self.save_stops: list[int] = []  # where it pauses to be saved on disk, ascending
         self.cold_at: int | None = None  # which of those is of use to other prompts
+        self.awaited_slot: int | None = None  # whose contents are being saved before it gets it
         self.n_loaded = 0  # tokens that came from disk
         self.n_longer = 0  # tokens by which the prompt grew when its beginning was taken as another one had it
         self.builder: tuple[Session, int] | None = None  # who computes the beginning of this prompt, and how much of it
