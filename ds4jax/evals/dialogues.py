@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -92,9 +92,10 @@ def story_request(rng: Random, *, held_out: bool) -> str:
     )
 
 
-def recall(rng: Random, filler: Filler, n_chars: int, *, held_out: bool = False) -> Dialogue:
-    """State four words, let some text pass, ask for them. n_chars: of the text between."""
-    key = " ".join(rng.choice(pool(NOUNS + ADJECTIVES, held_out=held_out)) for _ in range(4))
+def recall(rng: Random, filler: Filler, n_chars: int, *, held_out: bool = False, words: Sequence[str] = ()) -> Dialogue:
+    """State four words, let some text pass, ask for them. n_chars: of the text between; words: what to draw them from."""
+    words = words or pool(NOUNS + ADJECTIVES, held_out=held_out)
+    key = " ".join(rng.choice(words) for _ in range(4))
     kind = rng.choice(["secret words", "magic words", "four words", "key words"])
     told = rng.choice(["The {kind} are: {key}.", "Remember the {kind}: {key}.", "Please keep the {kind} in mind: {key}."])
     asked = rng.choice(["What are the {kind}?", "Tell me the {kind}.", "What were the {kind}?", "Please repeat the {kind}."])
@@ -120,10 +121,3 @@ def facts(rng: Random, filler: Filler, n_chars: int) -> Dialogue:
     if rng.random() < 0.5:
         turns += [Message("user", f"And {people[1]}?"), Message("assistant", f"{people[1]} has a {things[1]}.")]
     return Dialogue(tuple(turns))
-
-
-def echo(rng: Random) -> Dialogue:
-    """Say words again."""
-    words = " ".join(rng.choice(pool(NOUNS + ADJECTIVES + NAMES, held_out=False)) for _ in range(rng.randint(2, 12)))
-    asked = rng.choice(["Repeat after me: {w}.", "Say this again: {w}.", "Copy these words: {w}."]).format(w=words)
-    return Dialogue((Message("user", asked), Message("assistant", f"{words}.")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -172,10 +172,25 @@ def describe(rng: Random, family: Family) -> Described:
     return Described(family, Tool(name, json.dumps(schema, separators=rng.choice([(",", ":"), (", ", ": ")]))), names)
 
 
-def _ask(rng: Random, described: Described, held_out: bool) -> tuple[str, ToolCall, dict[str, Any]]:
+_LENGTHS = {"item": (1, 2), "query": (2, 5), "text": (3, 8), "city": (1, 1), "to": (1, 1)}  # in words, by role
+
+
+def _in_other_words(rng: Random, values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Put any words in the place of those that a family draws."""
+
+    def draw(role: str) -> str:
+        text = " ".join(rng.choice(words) for _ in range(rng.randint(*_LENGTHS[role])))
+        return text.title() if role in ("city", "to") else text
+
+    return {role: draw(role) if role in _LENGTHS else value for role, value in values.items()}
+
+
+def _ask(rng: Random, described: Described, held_out: bool, words: Sequence[str]) -> tuple[str, ToolCall, dict[str, Any]]:
     """One question, the call that answers it, and the values by role."""
     family = described.family
     values = family.values(rng, held_out)
+    if words and rng.random() < 0.5:
+        values = _in_other_words(rng, values, words)
     extra = ""
     if family.optional:
         if family.optional in described.names and rng.random() < 0.6:
@@ -187,12 +202,15 @@ def _ask(rng: Random, described: Described, held_out: bool) -> tuple[str, ToolCa
     return asked, ToolCall(f"call_{rng.randrange(1 << 30):08x}", described.tool.name, json.dumps(arguments)), values
 
 
-def use_tools(rng: Random, *, n_turn: int | None = None, held_out: bool = False, thinking: bool | None = None) -> Dialogue:
+def use_tools(
+    rng: Random, *, n_turn: int | None = None, held_out: bool = False, thinking: bool | None = None, words: Sequence[str] = ()
+) -> Dialogue:
     """Ask for what tools can do, call them, read what they give, answer; sometimes talk without calling.
 
     Args:
         n_turn: questions. None: one to four.
         held_out: with words that training does not see; the last question is one that needs a call.
+        words: if given, half of the questions are about some of these instead, so that they are copied and not known.
 
     The last message answers with a call in half of the conversations (always, if held out), and from its result in the others.
     """
@@ -209,7 +227,7 @@ def use_tools(rng: Random, *, n_turn: int | None = None, held_out: bool = False,
             messages += [Message("user", asked), Message("assistant", said, reasoning=thought)]
             continue
         described = rng.choice(list(unique.values()))
-        asked, call, values = _ask(rng, described, held_out)
+        asked, call, values = _ask(rng, described, held_out, words)
         result, said = described.family.result(rng, values)
         thought = f"The user asks: {asked} I will call {call.name}." if thinking else None
         after = "The tool has answered. I can tell the user." if thinking else None

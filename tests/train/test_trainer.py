@@ -15,7 +15,7 @@ from tools.train_small.optimizer import orthogonalise
 from tools.train_small.pack import Packed
 from tools.train_small.shapes import PlainShape
 from tools.train_small.tasks import Plain
-from tools.train_small.trainer import Curve, Plan, Trainer
+from tools.train_small.trainer import Curve, Guard, Plan, State, Trainer
 from tools.train_small.weights import _spread_tokens
 
 SHAPE = PlainShape(n_layer=1, n_embd=32, n_head=2, n_ff=64, n_vocab=640)
@@ -33,7 +33,7 @@ def windows(n: int, width: int) -> np.ndarray:
     )
 
 
-DATA = Packed(VOCABULARY, windows(64, 32), windows(32, 64), windows(6, 32))
+DATA = Packed(VOCABULARY, windows(96, 32), windows(6, 32))
 
 
 def test_it_learns_and_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Path) -> None:
@@ -73,3 +73,16 @@ def test_tables_spread_the_tokens_over_the_experts() -> None:
     assert all(len(set(row)) == 2 for row in table.tolist())
     load = np.bincount(table.reshape(-1), weights=np.repeat(counts, 2), minlength=6)
     assert load.max() < 1.2 * load.min() + 2 * counts.max()
+
+
+def test_training_that_goes_wrong_is_taken_back() -> None:
+    def state(step: int, value: float) -> State:
+        return State({"w": jnp.float32(value)}, {}, (), jnp.int32(step))
+
+    guard = Guard(peak=1.0)
+    for step, loss in ((100, 3.0), (200, 2.0), (300, 2.1)):
+        now = state(step, loss)
+        assert guard.check(now, loss) is now
+    back = guard.check(state(400, 9.0), float("nan"))
+    assert (float(back.weights["w"]), int(back.step), guard.peak) == (2.0, 400, 0.5)
+    assert guard.check(state(500, 2.0), 2.0).step == 500

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from ds4jax.evals.dialogues import Dialogue, echo, facts, recall, small_talk, story_plan, sum_of_two
+from ds4jax.evals.dialogues import Dialogue, facts, recall, small_talk, story_plan, sum_of_two
 from ds4jax.evals.tools import use_tools
+from ds4jax.evals.words import NOUNS
 from ds4jax.text.chat import Message
+from tools.train_small.copying import common_words, ledger, passage, word_list
 
 HELD_OUT_PERCENT = 1
 _STYLE = (" Answer in one or two short sentences with simple words.", " Use only simple words.", " Use simple words and short sentences.",
@@ -81,6 +83,7 @@ def make_documents(pairs: Sequence[Pair], n_rule_made: int, seed: int) -> Iterat
     rng = Random(seed)
     short = [pair for pair in pairs if len(pair.text) < 400]
     filler = filler_from(pairs)
+    words = common_words(pair.text for pair in pairs) or NOUNS
     for pair in pairs:
         yield as_chat(rng, pair, thinking=False)
     for pair in pairs:
@@ -91,13 +94,15 @@ def make_documents(pairs: Sequence[Pair], n_rule_made: int, seed: int) -> Iterat
         return int(40 * 200 ** rng.random())
 
     makers: list[tuple[float, Callable[[], Dialogue]]] = [
-        (0.30, lambda: recall(rng, filler, distance())),
-        (0.06, lambda: facts(rng, filler, int(20 * 150 ** rng.random()))),
-        (0.05, lambda: echo(rng)),
+        (0.15, lambda: recall(rng, filler, distance(), words=rng.choice([words, ()]))),
+        (0.04, lambda: facts(rng, filler, int(20 * 150 ** rng.random()))),
+        (0.13, lambda: passage(rng, filler)),
+        (0.08, lambda: word_list(rng, words)),
+        (0.14, lambda: ledger(rng, words, filler)),
         (0.06, lambda: small_talk(rng)),
-        (0.06, lambda: sum_of_two(rng)),
+        (0.07, lambda: sum_of_two(rng)),
         (0.05, lambda: several(rng, short)),
-        (0.42, lambda: use_tools(rng)),
+        (0.28, lambda: use_tools(rng, words=words)),
     ]
     shares, calls = zip(*makers, strict=True)
     for _ in range(n_rule_made):

@@ -12,7 +12,9 @@ from tools.train_small.weights import Weights
 
 MOMENTUM, WEIGHT_DECAY, CLIP = 0.95, 0.05, 1.0
 _RMS_OF_ADAM = 0.2  # an orthogonalised step is scaled to the size that Adam's usually has, so that both share a learning rate
-_ADAM_SHARE = 0.5  # of the learning rate
+# Adam's shares of the learning rate. Most of what it moves are small numbers (the projections that mix streams, routers, norms); vectors
+# of tokens are large ones.
+_SHARE, _SHARE_OF_TOKENS = 0.25, 1.0
 # Matrices that look rows up, mix streams or route have their own nature: Adam takes them.
 _NOT_ORTHOGONAL = ("token_embd.weight", "output.weight", "_ape.weight", "ffn_gate_inp.weight", "indexer.proj.weight")
 
@@ -24,18 +26,20 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 def make_optimizer(weights: Weights) -> optax.GradientTransformation:
     """Return the optimizer for these weights; its updates are for a learning rate of -1, see `learning_rate`."""
-    labels = {name: "matrix" if is_matrix(name, w.shape) else "other" for name, w in weights.items()}
-    decayed = {name: label == "matrix" for name, label in labels.items()}
+    decayed = {name: is_matrix(name, w.shape) for name, w in weights.items()}
+    labels = {name: "matrix" if matrix else "tokens" if name == "token_embd.weight" else "other" for name, matrix in decayed.items()}
     return optax.chain(
         optax.clip_by_global_norm(CLIP),
-        optax.multi_transform(
-            {"matrix": _orthogonal_momentum(), "other": optax.chain(optax.scale_by_adam(b1=0.9, b2=0.97), optax.scale(_ADAM_SHARE))}, labels
-        ),
+        optax.multi_transform({"matrix": _orthogonal_momentum(), "tokens": _adam(_SHARE_OF_TOKENS), "other": _adam(_SHARE)}, labels),
         optax.add_decayed_weights(WEIGHT_DECAY, decayed),
     )
 
 
-def learning_rate(step: jax.Array, n_step: jax.Array, peak: float) -> jax.Array:
+def _adam(share: float) -> optax.GradientTransformation:
+    return optax.chain(optax.scale_by_adam(b1=0.9, b2=0.97), optax.scale(share))
+
+
+def learning_rate(step: jax.Array, n_step: jax.Array, peak: jax.Array | float) -> jax.Array:
     """Rise for 100 steps (or a tenth of all), then fall along a cosine to 2 % at n_step."""
     warm = jnp.minimum(100.0, 0.1 * n_step)
     done = jnp.clip((step - warm) / jnp.maximum(n_step - warm, 1.0), 0.0, 1.0)

@@ -19,11 +19,10 @@ _OPEN = 64  # windows that are filled at a time
 
 @dataclass(frozen=True)
 class Packed:
-    """Windows of whole conversations, each a row of uint16: `short` and `long` to train on, `held_out` to measure with (short)."""
+    """Windows of whole conversations, each a row of uint16: `windows` to train on, `held_out` to measure with."""
 
     vocabulary: Vocabulary
-    short: np.ndarray
-    long: np.ndarray
+    windows: np.ndarray
     held_out: np.ndarray
 
 
@@ -59,7 +58,7 @@ def save(path: Path, packed: Packed) -> None:
     """Write a file: NumPy arrays, compressed with a dictionary that spans repeated texts."""
     v = packed.vocabulary
     lists = {"tokens": v.tokens, "types": v.types, "merges": v.merges, "bos_id": v.bos_id, "eos_id": v.eos_id}
-    arrays = {"short": packed.short, "long": packed.long, "held_out": packed.held_out}
+    arrays = {"windows": packed.windows, "held_out": packed.held_out}
     buffer = io.BytesIO()
     np.savez(buffer, vocabulary=np.frombuffer(json.dumps(lists).encode(), np.uint8), **arrays)
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 1, "dict_size": 1 << 28, "lp": 1, "lc": 3, "pb": 1}]
@@ -71,4 +70,4 @@ def load(path: Path) -> Packed:
     with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as file:
         lists = json.loads(bytes(file["vocabulary"]))
         vocabulary = Vocabulary(tuple(lists["tokens"]), tuple(lists["types"]), tuple(lists["merges"]), lists["bos_id"], lists["eos_id"])
-        return Packed(vocabulary, file["short"], file["long"], file["held_out"])
+        return Packed(vocabulary, file["windows"], file["held_out"])

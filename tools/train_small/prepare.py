@@ -21,7 +21,7 @@ from tools.train_small.learn import learn_vocabulary, tokenizer_of
 from tools.train_small.pack import Packed, pack_windows, save
 from tools.train_small.shapes import N_VOCAB
 
-SHORT, LONG = 1024, 2048
+WIDTH = 2048
 N_LEARN = 30_000  # conversations that the vocabulary is learnt from
 N_EVAL_TEXTS = 48  # held-out pairs that come with the package
 
@@ -34,7 +34,7 @@ def encode(dialogue: Dialogue, tokenizer: Tokenizer) -> list[int]:
 def main(
     texts: Annotated[Path, typer.Option(help="simple_english.jsonl.gz")],
     out: Annotated[Path, typer.Option(help="File to write.")],
-    rule_made: Annotated[int, typer.Option(help="Conversations made by rule.")] = 60_000,
+    rule_made: Annotated[int, typer.Option(help="Conversations made by rule.")] = 90_000,
     limit: Annotated[int | None, typer.Option(help="Only so many texts of the corpus.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed makes the same file.")] = 0,
     held_out_texts: Annotated[Path | None, typer.Option(help="Also write some held-out texts here, for ds4jax eval.")] = None,
@@ -51,21 +51,16 @@ def main(
 
     encoded = [encode(document, tokenizer) for document in documents]
     n_tokens = sum(map(len, encoded))
-    # What needs distance goes to the long windows, with company from the rest.
-    long = [ids for i, ids in enumerate(encoded) if len(ids) > SHORT * 3 // 4 or i % 8 == 0]
-    short = [ids for i, ids in enumerate(encoded) if len(ids) <= SHORT * 3 // 4 and i % 8]
     rng = Random(seed + 1)
     tests = [encode(as_chat(rng, pair, thinking=False), tokenizer) for pair in held_out]
     pad = vocabulary.tokens.index("<｜▁pad▁｜>")
-    packed = Packed(
-        vocabulary,
-        *(np.random.default_rng(seed).permutation(pack_windows(part, width, pad)) for part, width in ((short, SHORT), (long, LONG))),
-        pack_windows(tests, SHORT, pad),
-    )
+    windows = np.random.default_rng(seed).permutation(pack_windows(encoded, WIDTH, pad))
+    packed = Packed(vocabulary, windows, pack_windows(tests, WIDTH, pad))
     save(out, packed)
-    filled = [float(np.mean(array != pad)) for array in (packed.short, packed.long)]
-    print(f"{n_tokens / 1e6:.1f} M tokens; windows {packed.short.shape}, {packed.long.shape}, held out {packed.held_out.shape}, "
-          f"filled {filled[0]:.0%} and {filled[1]:.0%}; {out.stat().st_size / 1e6:.1f} MB")  # fmt: skip
+    filled, size_mb = np.mean(windows != pad), out.stat().st_size / 1e6
+    print(
+        f"{n_tokens / 1e6:.1f} M tokens; windows {windows.shape}, {filled:.0%} filled; held out {packed.held_out.shape}; {size_mb:.1f} MB"
+    )
     if held_out_texts is not None:
         chosen = [pair for pair in held_out if EOS not in pair.text][:N_EVAL_TEXTS]
         held_out_texts.write_text("".join(json.dumps({"prompt": p.prompt, "text": p.text}) + "\n" for p in chosen), encoding="utf-8")

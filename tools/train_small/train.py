@@ -8,6 +8,7 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -34,15 +35,23 @@ ABOUT: dict[str, str | list[str]] = {
 }
 
 
+class Which(StrEnum):
+    """What to train."""
+
+    OURS = "ours"
+    PLAIN = "plain"
+    BOTH = "both"
+
+
 def main(
     data: Annotated[Path, typer.Option(help="What prepare wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the model, the curve and the numbers.")],
     minutes: Annotated[float, typer.Option(help="For both models together, compiling included.")] = 8.0,
     steps: Annotated[int | None, typer.Option(help="Train so many steps instead; then the same seed gives the same model.")] = None,
     shape: Annotated[str, typer.Option(help="small, or smoke for a test.")] = "small",
-    batch_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 65536,
-    peak: Annotated[float, typer.Option(help="Largest learning rate.")] = 3e-3,
-    plain: Annotated[bool, typer.Option(help="Train the plain transformer too.")] = True,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 32768,
+    peak: Annotated[float, typer.Option(help="Largest learning rate.")] = 1.5e-3,
+    which: Annotated[Which, typer.Option("--train", help="On two devices, two commands train both at the same time.")] = Which.BOTH,
     checkpoint: Annotated[Path | None, typer.Option(help="Save to this .npz file at times, and go on from it if it exists.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
@@ -52,19 +61,25 @@ def main(
     config, plain_shape = shapes_of(shape)
     packed = pack.load(data)
     marks = Marks.of(packed.vocabulary)
-    counts = np.bincount(packed.short.reshape(-1), minlength=config.n_vocab)
+    counts = np.bincount(packed.windows.reshape(-1), minlength=config.n_vocab)
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     seconds = minutes * 60
-    print(f"{jax.devices()[0].device_kind}, {dtype}, {len(packed.short)} + {len(packed.long)} windows", flush=True)
+    print(f"{jax.devices()[0].device_kind}, {dtype}, windows {packed.windows.shape}", flush=True)
 
     curve, plan = Curve(), Plan(steps, peak, batch_tokens, seed)
+    numbers: dict[str, float] = {}
     with ThreadPoolExecutor(6) as pool:  # all programs compile at once, in the time that the first of them takes
-        ours = Trainer(Ours(config, marks, dtype, counts), packed, marks, replace(plan, checkpoint=checkpoint), pool)
-        beside = Trainer(Plain(plain_shape, marks, dtype), packed, marks, plan, pool) if plain else None
-        n_step = ours.run(curve, began, seconds * (1 - PLAIN_SHARE if plain else 1))
-        numbers = {"steps": n_step, "held_out_loss": ours.held_out_loss(), "parameters": ours.n_parameter}
-        _write_model(out / "model.gguf", ours, config, packed)
-        _write_curve(out, curve)
+        ours = beside = None
+        if which is not Which.PLAIN:
+            ours = Trainer(Ours(config, marks, dtype, counts), packed, marks, replace(plan, checkpoint=checkpoint), pool)
+        if which is not Which.OURS:
+            beside = Trainer(Plain(plain_shape, marks, dtype), packed, marks, plan, pool)
+        n_step = None
+        if ours:
+            n_step = ours.run(curve, began, seconds * (1 - PLAIN_SHARE if beside else 1))
+            numbers |= {"steps": n_step, "held_out_loss": ours.held_out_loss(), "parameters": ours.n_parameter}
+            _write_model(out / "model.gguf", ours, config, packed)
+            _write_curve(out, curve)
         if beside:
             # As many steps as ours, if there is time.
             n_plain = beside.run(curve, began, seconds - (time.monotonic() - began), n_step)

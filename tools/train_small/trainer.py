@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,11 +59,10 @@ class Trainer:
     def __init__(self, task: Task, data: Packed, marks: Marks, plan: Plan, pool: ThreadPoolExecutor) -> None:
         self.task, self.plan, self.marks = task, plan, marks
         self.state = self._begin()
-        self.arrays = {"short": jnp.asarray(data.short), "long": jnp.asarray(data.long)}
-        n_row = {name: max(plan.batch_tokens // array.shape[1], 1) for name, array in self.arrays.items()}
-        self.n_row = {name: min(n, len(self.arrays[name])) for name, n in n_row.items()}
-        self.held_out = _whole_batches(data.held_out, self.n_row["short"])
-        self._steps = {name: pool.submit(self._compile_step, name) for name in self.arrays}
+        self.windows = jnp.asarray(data.windows)
+        self.n_row = min(max(plan.batch_tokens // self.windows.shape[1], 1), len(self.windows))
+        self.held_out = _whole_batches(data.held_out, self.n_row)
+        self._step: Future[Any] = pool.submit(self._compile_step)
         self._measure: Future[Any] = pool.submit(self._compile_measure)
 
     def _begin(self) -> State:
@@ -75,11 +75,10 @@ class Trainer:
             print(f"{self.task.name}: going on from step {int(state.step)}", flush=True)
         return state
 
-    def _compile_step(self, name: str) -> Any:
+    def _compile_step(self) -> Any:
         optimizer = make_optimizer(self.state.weights)
-        jitted = jax.jit(partial(_step, self.task, optimizer, self.plan.peak), donate_argnums=0)
-        rows = jnp.zeros(self.n_row[name], jnp.int32)
-        return jitted.lower(self.state, self.arrays[name], rows, jnp.float32(1)).compile()
+        jitted = jax.jit(partial(_step, self.task, optimizer), donate_argnums=0)
+        return jitted.lower(self.state, self.windows, jnp.zeros(self.n_row, jnp.int32), jnp.float32(1), jnp.float32(1)).compile()
 
     def _compile_measure(self) -> Any:
         return jax.jit(partial(_measure, self.task, self.marks)).lower(self.state.weights, self.state.fixed, self.held_out[0]).compile()
@@ -112,14 +111,16 @@ class Trainer:
         schedule = float(plan.n_step or 20_000)  # until it is known; only the rise depends on it
         first = timed = saved = time.monotonic()
         timed_at = step
-        batches = _Batches(plan.seed, {name: len(array) for name, array in self.arrays.items()}, self.n_row, self._share_long())
+        self._step.result()
+        _say(f"{self.task.name}: compiled after {time.monotonic() - began:.0f} s")
+        guard, lost, n_lost = Guard(plan.peak), jnp.float32(0), 0
+        batches = _batches(plan.seed, len(self.windows), self.n_row)
         for _ in range(step):
-            batches.next()
+            next(batches)
         while step < n_step:
-            name, rows = batches.next()
-            self.state, loss = self._steps[name].result()(self.state, self.arrays[name], rows, jnp.float32(schedule))
-            step += 1
-            tokens += self.n_row[name] * self.arrays[name].shape[1]
+            self.state, loss = self._step.result()(self.state, self.windows, next(batches), jnp.float32(schedule), jnp.float32(guard.peak))
+            step, lost, n_lost = step + 1, lost + loss, n_lost + 1
+            tokens += self.n_row * self.windows.shape[1]
             here = step - timed_at
             if plan.n_step is None and here in (TIMED_FROM, TIMED_TO):
                 loss.block_until_ready()
@@ -131,12 +132,16 @@ class Trainer:
                     _say(f"{self.task.name}: {per_step * 1000:.0f} ms a step, {int(n_step)} steps")
                 timed = now
             if step % REPORT_EVERY == 0 or step == n_step:
-                value, now = float(loss), time.monotonic()
+                value, now = float(lost) / n_lost, time.monotonic()
+                lost, n_lost = jnp.float32(0), 0
+                self.state = guard.check(self.state, value)
                 tested = self.held_out_loss() if step % (5 * REPORT_EVERY) == 0 or step == n_step else float("nan")
                 curve.rows.append((self.task.name, step, tokens, (now - began) / 60, value, tested))
                 rate = tokens / (now - first)
-                _say(f"{self.task.name} step {step}: loss {value:.3f}, held out {tested:.3f}, {rate / 1e3:.0f} k tokens/s, "
-                    f"{(now - began) / 60:.1f} min")  # fmt: skip
+                _say(
+                    f"{self.task.name} step {step}: loss {value:.3f}, held out {tested:.3f}, {rate / 1e3:.0f} k tokens/s, "
+                    f"{(now - began) / 60:.1f} min"
+                )
                 if plan.n_step is None and now - first > seconds * 1.05:
                     _say(f"{self.task.name}: the time is over")
                     break
@@ -144,11 +149,6 @@ class Trainer:
                     self.save()
                     saved = now
         return step
-
-    def _share_long(self) -> float:
-        """Share of steps whose windows are long: that of the tokens that lie in them."""
-        size = {name: array.size for name, array in self.arrays.items()}
-        return size["long"] / (size["long"] + size["short"])
 
     def save(self) -> None:
         """Write a checkpoint that another run can go on from."""
@@ -158,25 +158,33 @@ class Trainer:
         part.replace(self.plan.checkpoint)
 
 
-class _Batches:
-    """Rows for each step: windows of a kind in random order, all of them before any comes again; kinds in proportion."""
+class Guard:
+    """Notice when training goes wrong, and go back to where it did not, with half the learning rate from there on."""
 
-    def __init__(self, seed: int, n_window: dict[str, int], n_row: dict[str, int], share_long: float) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._n_window, self._n_row, self._share_long = n_window, n_row, share_long
-        self._left: dict[str, list[int]] = {name: [] for name in n_window}
-        self._debt = 0.0
+    def __init__(self, peak: float) -> None:
+        self.peak = peak
+        self._best = float("inf")
+        self._kept: list[State] = []  # of the last reports that were well; what goes wrong has begun some time before it is seen
 
-    def next(self) -> tuple[str, np.ndarray]:
-        """Return the kind of the next batch and its rows, int32."""
-        self._debt += self._share_long
-        name = "long" if self._debt >= 1 else "short"
-        self._debt -= name == "long"
-        n = self._n_row[name]
-        if len(self._left[name]) < n:
-            self._left[name] = self._rng.permutation(self._n_window[name]).tolist()
-        rows, self._left[name] = self._left[name][:n], self._left[name][n:]
-        return name, np.array(rows, np.int32)
+    def check(self, state: State, loss: float) -> State:
+        """Return the state to go on from. loss: the mean since the last report."""
+        if loss <= 1.2 * self._best + 0.05:
+            self._best = min(self._best, loss)
+            self._kept = [*self._kept[-1:], jax.tree.map(jnp.copy, state)]
+            return state
+        if not self._kept:
+            raise FloatingPointError("the loss is not a number from the beginning; choose a smaller --peak")
+        self.peak /= 2
+        _say(f"the loss has risen from {self._best:.3f} to {loss:.3f}: back, with a peak of {self.peak:.1e}")
+        return jax.tree.map(jnp.copy, self._kept[0])._replace(step=state.step)
+
+
+def _batches(seed: int, n_window: int, n_row: int) -> Iterator[np.ndarray]:
+    """Yield the rows of each step, int32 [n_row]: windows in random order, all of them before any comes again."""
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(n_window).astype(np.int32)
+        yield from (order[first : first + n_row] for first in range(0, n_window - n_row + 1, n_row))
 
 
 def _say(message: str) -> None:
@@ -184,7 +192,13 @@ def _say(message: str) -> None:
 
 
 def _step(
-    task: Task, optimizer: optax.GradientTransformation, peak: float, state: State, windows: jax.Array, rows: jax.Array, n_step: jax.Array
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    state: State,
+    windows: jax.Array,
+    rows: jax.Array,
+    n_step: jax.Array,
+    peak: jax.Array,
 ) -> tuple[State, jax.Array]:
     token = windows[rows].astype(jnp.int32)
     grad = jax.grad(task.loss, has_aux=True)
