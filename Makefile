@@ -14,7 +14,7 @@ serve: $(VENV)/.ready
 	$(BIN)/ds4jax serve $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
 
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff check .

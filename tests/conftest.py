@@ -47,6 +47,16 @@ def fixtures() -> Path:
     return Path(__file__).parent / "fixtures"
 
 
+# Files that compile for long. Workers take whole files: one of these begun last would leave the other worker with nothing to do.
+_BEGUN_FIRST = ("test_exact.py", "test_fused.py", "test_notebooks.py", "test_bench.py", "test_shapes.py", "test_twin.py", "test_oracle.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, and leave the others as they are."""
+    rank = {name: i for i, name in enumerate(_BEGUN_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 def pytest_sessionstart() -> None:
     """Delete compiled programs that no run has used for a week."""
     oldest = time.time() - _KEEP_S
