@@ -49,19 +49,22 @@ def tokens() -> np.ndarray:
 
 
 @partial(jax.jit, static_argnames="rounded")
-def run_twin(given: dict[str, jax.Array], token: jax.Array, start: jax.Array, rounded: bool) -> jax.Array:
+def run_twin(given: dict[str, jax.Array], token: jax.Array, start: jax.Array, reach: jax.Array, rounded: bool) -> jax.Array:
     model = build_model(SMOKE, given)
-    return logits(model, hidden(model, token, Sequences(start, rounded), F32)[0], F32)
+    return logits(model, hidden(model, token, Sequences(start, rounded, reach), F32)[0], F32)
 
 
-def twin(windows: Sequence[np.ndarray], begins: Sequence[int] = (), *, rounded: bool = False) -> np.ndarray:
+def twin(windows: Sequence[np.ndarray], begins: Sequence[int] = (), reach: Sequence[int] = (), *, rounded: bool = False) -> np.ndarray:
     """Logits [B, T, V] of the training forward. begins: where a second conversation begins in each window, 0 for none."""
     token, start = np.zeros((2, 4, N_PADDED), np.int32)  # one shape, so one program
+    far = np.full(4, SMOKE.n_window, np.int32)
+    far[: len(reach)] = reach
     for i, window in enumerate(windows):
         token[i, : len(window)] = window
     for i, begin in enumerate(begins):
         start[i, begin:] = begin
-    return np.asarray(run_twin({name: jnp.asarray(w) for name, w in weights().items()}, jnp.asarray(token), jnp.asarray(start), rounded))
+    given = {name: jnp.asarray(w) for name, w in weights().items()}
+    return np.asarray(run_twin(given, jnp.asarray(token), jnp.asarray(start), jnp.asarray(far), rounded))
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +103,9 @@ def test_gradient_of_the_combination_is_that_of_its_iterations() -> None:
     exact, ours = (jax.jit(jax.grad(lambda z, f=f: jnp.sum(f(z, 20, 1e-6) * g)))(z) for f in (sinkhorn, combination))
     error = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
     assert error < 0.05
+
+
+def test_a_short_reach_is_a_short_window() -> None:
+    whole, short = twin([tokens(), tokens()], reach=[SMOKE.n_window, 16])[:2]
+    np.testing.assert_allclose(whole[:16], short[:16], atol=1e-4)
+    assert not np.allclose(whole[64:N_TOKEN], short[64:N_TOKEN], atol=1e-2)

@@ -24,10 +24,12 @@ class Sequences:
     """Where conversations stand in windows of T tokens. start: int32 [B, T], where each token's conversation begins.
 
     rounded: whether attention rows are rounded as a ds4 cache does (the gradient passes as if they were not).
+    reach: int32 [B], how many of the last tokens are seen as they are, if fewer than the attention's window.
     """
 
     start: jax.Array
     rounded: bool
+    reach: jax.Array | None = None
 
 
 def attend(attn: Attention, x: jax.Array, at: Sequences, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -114,7 +116,8 @@ def _attention(
     start = at.start.reshape(b, tiles, w)
     key = position[:, :, :1] - w + jnp.arange(2 * w)  # [1, tiles, 2W], positions of near
     behind = position[..., None] - key[:, :, None, :]
-    seen = (behind >= 0) & (behind < w) & (key[:, :, None, :] >= start[..., None])  # [B, tiles, W, 2W]
+    reach = w if at.reach is None else at.reach[:, None, None, None]
+    seen = (behind >= 0) & (behind < reach) & (key[:, :, None, :] >= start[..., None])  # [B, tiles, W, 2W]
     logit = contract("bgtnk,bgrk->bgntr", q, near, dtype)
     logits = [jnp.where(seen[:, :, None], logit.astype(jnp.float32), -jnp.inf)]
     if rows is not None:
