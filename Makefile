@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: serve test check bench clients router clean
 .DEFAULT_GOAL := serve
 
-# Without MODEL: a small model with random weights, made on the first run.
+# Without MODEL: the small model that comes with the package.
 serve: $(VENV)/.ready
 	$(BIN)/ds4jax serve $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
 

@@ -27,10 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from ds4jax import Engine, Model, load_model
+from ds4jax import Engine, Model, load_model, small_model
 from ds4jax.cli.bench_report import append_csv, origin, print_table
 from ds4jax.cli.loading import Numerics
-from ds4jax.cli.small_model import default_model
 from ds4jax.config import EngineConfig, KVPolicy
 from ds4jax.model.gguf.reader import GGUFFile
 from ds4jax.serving.engine.api import Event, Finish, GenerateRequest, SamplingParams, Started, Token
@@ -183,7 +182,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--only", choices=("second_turn", "shared", "restart", "saving"), action="append")
     options = parser.parse_args()
-    path = options.model or default_model()
+    path = options.model or small_model()
     kv_quant, dtype = Numerics().resolve(GGUFFile(path).config)
     model = load_model(path, kv_quant=kv_quant, dtype=dtype)
     subject = {**origin(device_name()), "model": model.config.name, "kv_quant": kv_quant, "dtype": dtype, "slots": SLOTS}

@@ -1,6 +1,6 @@
 """ds4jax: serve DeepSeek V4 Flash from ds4's GGUF files to many sessions at once, in JAX.
 
-model = ds4jax.load_model("model.gguf")
+model = ds4jax.load_model(ds4jax.small_model())  # or the path of a file
 with ds4jax.Engine(model, slots=4, ctx=4096) as engine:
     for piece in engine.generate("Once upon a time", max_tokens=32):
         print(piece, end="")
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ds4jax.packaged import small_model
+
 __version__ = "0.1.0"
-__all__ = ["Engine", "Model", "load_model"]
+__all__ = ["Engine", "Model", "load_model", "small_model"]
 
 if TYPE_CHECKING:
     from ds4jax.model.model import Model, load_model

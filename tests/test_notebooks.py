@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import ast
-import shutil
 import warnings
 from pathlib import Path
 
 import pytest
-
-from ds4jax.cli import default_model
-from ds4jax.serving.engine.local import program_directory
-from tests.small_model import write_two_layers
 
 with warnings.catch_warnings():  # the notebook libraries warn about each other
     warnings.simplefilter("ignore")
@@ -19,7 +14,7 @@ with warnings.catch_warnings():  # the notebook libraries warn about each other
     import nbformat
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-MAY_IMPORT = {"ds4jax", "numpy", "threading", "matplotlib"}
+MAY_IMPORT = {"ds4jax", "numpy", "random", "threading", "matplotlib"}
 
 
 def code(path: Path) -> list[nbformat.NotebookNode]:
@@ -38,11 +33,6 @@ def test_outputs_are_stripped_and_imports_are_few(path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two layers in the place of the default model: its programs compile faster, and the engine tests use them too."""
-    programs = program_directory()
-    programs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    monkeypatch.setenv("DS4JAX_CACHE_DIR", str(tmp_path))
-    (tmp_path / "programs").symlink_to(programs)
-    shutil.move(write_two_layers(tmp_path / "small.gguf"), default_model())
+def test_it_runs(path: Path) -> None:
+    """All open the same engine, as tests/test_shipped_model.py does: its programs are compiled once."""
     nbclient.NotebookClient(nbformat.read(path, as_version=4), timeout=240, kernel_name="python3").execute()

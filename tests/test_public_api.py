@@ -32,7 +32,7 @@ def model(path: Path) -> ds4jax.Model:
 
 @pytest.fixture(scope="module")
 def engine(model: ds4jax.Model) -> Iterator[ds4jax.Engine]:
-    with ds4jax.Engine(model, slots=2, ctx=512, coalesce_us=2000) as engine:  # as the notebook does: its programs serve here too
+    with ds4jax.Engine(model, slots=2, ctx=512, coalesce_us=2000) as engine:
         yield engine
 
 

@@ -1,5 +1,1 @@
-"""The command line: `ds4jax serve | precompile | generate | chat | bench | inspect | synth | download`."""
-
-from ds4jax.cli.small_model import default_model
-
-__all__ = ["default_model"]
+"""The command line: `ds4jax serve | precompile | generate | chat | bench | eval | inspect | synth | download`."""

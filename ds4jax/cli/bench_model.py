@@ -28,7 +28,7 @@ def open_subject(path: Path | None, random: str | None, layers: int | None, nume
     model = open_model(path, random, layers, numerics)
     if random is not None:
         return Subject(model, split_name(random)[1], random=True)
-    return Subject(model, quant_of(model.spec), random=path is None)
+    return Subject(model, quant_of(model.spec), random=False)
 
 
 def quant_of(spec: ModelSpec) -> str:

@@ -31,7 +31,7 @@ _LOG_TAIL = 1500  # characters of a failed server's log that are shown
 def serve(
     url: Annotated[str | None, typer.Option(help="A running server on this machine. Default: start one.")] = None,
     model: Annotated[
-        Path | None, typer.Option("-m", "--model", help="GGUF file for the server that is started. Default: a small model.")
+        Path | None, typer.Option("-m", "--model", help="GGUF file for the server that is started. Default: the small model.")
     ] = None,
     random: Annotated[
         str | None, typer.Option("--random", help="Random weights for the server that is started: tiny, flash-q2, flash-q4, pro-q2, ...")

@@ -13,7 +13,7 @@ from ds4jax.cli.generate import BackendOption
 
 
 def evaluate(
-    model: Annotated[Path | None, typer.Argument(help="GGUF file. Default: the small model.")] = None,
+    model: Annotated[Path | None, typer.Argument(help="GGUF file. Default: the small model of the package.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few questions of each kind instead of some hundred.")] = False,
     at_once: Annotated[int, typer.Option(min=1, help="Questions answered at a time.")] = 8,
     report: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,

@@ -14,7 +14,7 @@ from ds4jax.cli.console import note
 if TYPE_CHECKING:
     from ds4jax.text import Delta
 
-ModelOption = Annotated[Path | None, typer.Option("-m", "--model", help="GGUF file. Default: a small model with random weights.")]
+ModelOption = Annotated[Path | None, typer.Option("-m", "--model", help="GGUF file. Default: the small model of the package.")]
 TokensOption = Annotated[
     int | None, typer.Option("-n", "--tokens", min=1, help="Most tokens to generate, thoughts included. Default: what the context allows.")
 ]

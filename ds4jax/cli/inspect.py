@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="GGUF file.")],
+    model: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="GGUF file. Default: the small model of the package.")] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     batched_session: Annotated[int | None, typer.Option(min=1, help="Plan the memory of so many slots.")] = None,
     ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=2, help="Plan the memory of slots of so many tokens.")] = None,
@@ -27,8 +27,10 @@ def inspect(
     """Show the shape of a model, how its weights are stored, and what memory it would need to be served."""
     from rich.console import Console
 
+    from ds4jax.cli.loading import choose_path
     from ds4jax.model.gguf.reader import GGUFFile
 
+    file = choose_path(model)
     opened = GGUFFile(file)
     console = Console(highlight=False)
     console.print(shape_table(opened.config))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ds4jax.cli.console import byte_progress, note, program_progress
 from ds4jax.cli.options import Backend
-from ds4jax.cli.small_model import default_model
 from ds4jax.config import EngineConfig, KVPolicy, ModelConfig
 from ds4jax.errors import ConfigError
+from ds4jax.packaged import small_model
 
 if TYPE_CHECKING:
     from ds4jax import Engine, Model
@@ -105,7 +105,7 @@ def open_engine(
 
 
 def open_model(path: Path | None, random: str | None, layers: int | None, numerics: Numerics) -> Model:
-    """Load a file, the small default model if none is named, or make random weights.
+    """Load a file, the small model of the package if none is named, or make random weights.
 
     Args:
         random: PRESET or PRESET-QUANT, such as flash-q2, instead of a file.
@@ -140,10 +140,10 @@ def read_spec(path: Path, numerics: Numerics) -> ModelSpec:
 
 
 def choose_path(path: Path | None) -> Path:
-    """Return the path, or that of the small default model if there is none."""
+    """Return the path, or that of the small model of the package if there is none."""
     if path is None:
-        path = default_model()
-        note(f"no model named: using a small one with random weights, {path}")
+        path = small_model()
+        note("no model named: taking the small one that comes with the package")
     return path
 
 

@@ -15,7 +15,7 @@ from ds4jax.config import EngineConfig, KVPolicy, ServerConfig
 def serve(
     context: typer.Context,
     model: Annotated[str | None, typer.Option("-m", "--model", help="Weights (an existing GGUF file), or the name to serve under.")] = None,
-    model_path: Annotated[Path | None, typer.Option(help="Weights, where --model is a name. Default: a small random model.")] = None,
+    model_path: Annotated[Path | None, typer.Option(help="Weights, where --model is a name. Default: the small model.")] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="A further name; may be repeated.")] = None,
     strict_model: Annotated[bool, typer.Option("--strict-model", help="Answer 404 to requests for any other model name.")] = False,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT, in place of --host and --port.")] = None,

@@ -63,11 +63,11 @@ def perplexity(subject: Subject, n: int) -> float:
     return math.exp(total / count)
 
 
-def stories_without_loops(subject: Subject, n: int) -> int:
-    """Count the stories, of n at temperature 0.8 and up to 150 tokens, that are text and do not repeat themselves."""
+def stories_without_loops(subject: Subject, n: int, n_token: int = 150) -> int:
+    """Count the stories, of n at temperature 0.8 and up to n_token tokens, that are text and do not repeat themselves."""
     rng = Random(1)
     questions = [
-        Question((Message("user", story_request(rng, held_out=True)),), SamplingParams(temperature=0.8, min_p=0.0, seed=i), 150)
+        Question((Message("user", story_request(rng, held_out=True)),), SamplingParams(temperature=0.8, min_p=0.0, seed=i), n_token)
         for i in range(n)
     ]
     return sum(is_text(reply.content) and not has_loop(reply.content) for reply in subject.ask(questions))

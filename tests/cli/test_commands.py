@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from ds4jax.cli import default_model, download
+from ds4jax.cli import download
 from ds4jax.cli.main import app
 from ds4jax.config import EngineConfig, KVPolicy, ServerConfig
 from ds4jax.errors import BackendMismatchError, ModelFileError
@@ -167,13 +167,10 @@ class TestFiles:
         assert result.exit_code == 1
         assert "not a readable GGUF file" in result.output
 
-    def test_the_default_model_is_made_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("DS4JAX_CACHE_DIR", raising=False)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        path = default_model()
-        assert path.is_relative_to(tmp_path) and path.stat().st_size < 16 << 20
-        made = path.stat().st_mtime_ns
-        assert default_model() == path and path.stat().st_mtime_ns == made
+    def test_no_file_means_the_small_model(self) -> None:
+        result = run("inspect")
+        assert result.exit_code == 0, result.output
+        assert "8: 2 window only, 3 ratio 4, 3 ratio 128" in result.output
 
     def test_download_from_a_name_that_is_none(self) -> None:
         with pytest.raises(ModelFileError, match="expected OWNER/NAME"):
