@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ds4jax.errors import QueueFullError
-from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.serving.engine.api import GenerateRequest, SamplingParams
 from tests.http.conftest import MakeApp, MakeEngine, MakeServer
 from tests.http.fakes import ASSISTANT_ID, EOS_ID, SPECIALS, USER_ID
 from tests.http.test_tools import BROKEN, block, says, tokens_of
@@ -31,6 +31,33 @@ TOOLS = {
     "/v1/messages": {"name": "weather", "input_schema": {"type": "object"}},
     "/v1/responses": {"type": "function", "name": "weather"},
 }
+
+
+# ---------------------------------------------------------------- sampling
+FORCED = {"/v1/messages": {"type": "any"}}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+async def test_the_structure_of_calls_is_drawn_greedily(make_app: MakeApp, make_engine: MakeEngine, path: str) -> None:
+    async def ask(**fields: Any) -> GenerateRequest:
+        engine = make_engine(script=says("Hi"))
+        body = {**body_of(path, "hello"), "tools": [TOOLS[path]], **fields}
+        await make_app(engine).test_client().post(path, json=body)
+        return engine.requests[1]
+
+    free = await ask()
+    assert free.zones is not None and free.sampling.temperature == 1.0
+    zones = free.zones()
+    said = []
+    for token in tokens_of(block('<｜DSML｜invoke name="weather">\n')):
+        zones.take(token)
+        said.append(zones.is_greedy)
+    assert said == [False] * 3 + [True] * (len(said) - 4) + [False], "from the first mark to the end of the block"
+    assert not free.zones().is_greedy, "each choice has its own"
+    forced = await ask(tool_choice=FORCED.get(path, "required"))
+    assert forced.zones is not None and forced.zones().is_greedy
+    for nothing_to_do in (await ask(temperature=0), await ask(top_p=0), await ask(tools=[])):
+        assert nothing_to_do.zones is None
 
 
 # ---------------------------------------------------------------- streams

@@ -105,12 +105,34 @@ class Constraint:
     may_end_before: bool = False
 
 
+class Zones(Protocol):
+    """Follows the text of one request, and says where its temperature does not count. Runs on the engine's thread, so it must be quick.
+
+    Both answers are about the next token, depend on the tokens taken alone, and are there before the first one is taken.
+    """
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it is the likeliest one. Only where it waits."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has to be read before the one behind it is drawn. Where it has not, a change comes into force one token late."""
+        ...
+
+    def take(self, token: int) -> None:
+        """Take the next token."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One API call's work for the engine.
 
     prompt: token ids, at least one. max_tokens: None means as many as the slot's context allows.
     A sampled token in stop_token_ids ends the request; it is not delivered as a Token event but is counted nowhere.
+    zones: begins to follow a text of which parts are drawn greedily; None where all of it is drawn as `sampling` says.
     marks: numbers of leading tokens that other prompts are likely to share, such as those of a system prompt.
     conversation: what the client calls it, if anything: a new prompt of it may take the place of its last one sooner than of others'.
     """
@@ -121,6 +143,7 @@ class GenerateRequest:
     stop_token_ids: frozenset[int] = frozenset()
     adjustments: Adjustments = NO_ADJUSTMENTS
     constraint: Constraint | None = None
+    zones: Callable[[], Zones] | None = None
     marks: tuple[int, ...] = ()
     conversation: str | None = None
 

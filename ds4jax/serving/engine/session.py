@@ -11,7 +11,7 @@ from functools import cached_property
 
 from ds4jax.errors import Ds4jaxError
 from ds4jax.model.mask import NEVER
-from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, Matcher, SamplingParams
+from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, Matcher, SamplingParams, Zones
 from ds4jax.serving.engine.device import MASKED, UNMASKED, MaskRule, Row
 
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -66,6 +66,7 @@ class Session:
         self.error: Ds4jaxError | None = None  # why a manual session ended
         self.sampling = _GREEDY
         self._constraint = None if request is None else request.constraint
+        self._zones = None if request is None or request.zones is None else request.zones()
         self._in_answer = False  # of a constrained request: its next token is one that the grammar allows
         self._n_sampled = 0  # tokens whose sampling was launched
         self._limit = 0
@@ -74,6 +75,9 @@ class Session:
             room = n_ctx - len(request.prompt)
             self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
             self.sampling = request.sampling if request.sampling.seed is not None else replace(request.sampling, seed=secrets.randbits(31))
+            self._as_asked, self._greedily = self.sampling, replace(self.sampling, temperature=0.0)
+            if self._zones is not None and self._zones.is_greedy:
+                self.sampling = self._greedily
 
     @property
     def is_manual(self) -> bool:
@@ -95,7 +99,7 @@ class Session:
     @property
     def waits_for_host(self) -> bool:
         """Whether its next step can be launched only when the last one was read."""
-        return self.is_manual or self._in_answer
+        return self.is_manual or self._in_answer or (self._zones is not None and self._zones.waits)
 
     @property
     def finished(self) -> bool:
@@ -196,6 +200,8 @@ class Session:
         if token in self.request.stop_token_ids or (self._in_answer and token == self._constraint_end):
             return FinishReason.STOP
         self.n_generated += 1
+        if self._zones is not None:
+            self._follow(self._zones, token)
         if self._in_answer:
             self.state = State.MASKING  # whether that was the last token, the grammar says
             return None
@@ -204,6 +210,22 @@ class Session:
             if self.n_unread:  # the step that draws the answer's first token is under way; its mask was there all the time
                 self.state = State.IN_FLIGHT
         return self._reason_to_end()
+
+    def _follow(self, zones: Zones, token: int) -> None:
+        """Let the zone of a token decide how the next one is drawn, and whether that may be launched before this one is read.
+
+        A row that ran ahead has its next token drawn as asked, even if its launch is still to come: when a step is launched depends on
+        the others, and the text must not.
+        """
+        waited = self.waits_for_host
+        zones.take(token)
+        if not waited:
+            if zones.waits and self.n_unread:
+                self.state = State.IN_FLIGHT
+            return
+        self.sampling = self._greedily if zones.is_greedy else self._as_asked
+        if self._n_sampled < self._limit:
+            self.state = State.PENDING
 
     def _reason_to_end(self) -> FinishReason | None:
         return FinishReason.LENGTH if self.n_generated == self._limit else None

@@ -102,13 +102,15 @@ def request_of(
     max_tokens = completion_limit(
         name, asked, n_prompt=len(prompt.ids), n_ctx=served.n_ctx, default=served.config.default_max_tokens, param=param
     )
+    sampling = body.sampling()
     return GenerateRequest(
         prompt=prompt.ids,
         marks=shared_beginnings(prompt.ids, tokenizer),
         conversation=body.prompt_cache_key,
         max_tokens=max_tokens,
-        sampling=body.sampling(),
+        sampling=sampling,
         stop_token_ids=body.stop_tokens(tokenizer, tokenizer.eos_id, *tags),
         adjustments=body.adjustments(tokenizer, max_tokens),
         constraint=constrain(grammar, served.grammars, after=after, tool_use=tool_use),
+        zones=tool_use.zones(sampling, tokenizer) if tool_use else None,
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from ds4jax.errors import RequestError
-from ds4jax.text.dsml import DsmlParser, StrictCalls, Tool, call_opening
-from ds4jax.text.segments import Segment
+from ds4jax.serving.engine.api import SamplingParams
+from ds4jax.text.dsml import CallZones, DsmlParser, StrictCalls, Tool, call_opening
+from ds4jax.text.segments import Segment, to_text
+from ds4jax.text.tokenizer import Tokenizer
 
 NO_IMAGE = "[an image, which you cannot see: you read text alone]"
 """Shown to the model for an image that a tool gave."""
@@ -45,6 +48,12 @@ class ToolUse:
             return StrictCalls(self.tools, "call", self.parallel)
         named_first = sorted(self.tools, key=lambda tool: tool.name != self.forced_name)
         return StrictCalls(named_first, "parameters", self.parallel)
+
+    def zones(self, sampling: SamplingParams, tokenizer: Tokenizer) -> Callable[[], CallZones] | None:
+        """What follows a reply to draw the structure of its calls greedily; None where all of it is drawn so."""
+        if sampling.temperature <= 0:
+            return None
+        return partial(CallZones, tokenizer.token_bytes, to_text(self.opening))
 
     def parser(self) -> DsmlParser:
         """Make the parser of one reply."""

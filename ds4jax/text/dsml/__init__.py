@@ -15,6 +15,7 @@ From the model, `TextStream(..., tools=DsmlParser(new_id, parallel=...))` gives 
 The pieces of a call's arguments are the JSON text of an object once its CallEnd has come; a call without one was cut or broken and must
 not be run. Text never raises: what only looks like calls comes as text, and `DsmlParser.error` tells what broke after a call had begun.
 
+    CallZones(token_bytes, opening)                             which tokens of calls are drawn greedily
     StrictCalls(tools, opening, parallel)                       what a block must look like, for a `GrammarCompiler`
     CallCollector.take(events), .calls                          whole calls as ToolCall(id, name, arguments)
     ReplayMemory.remember(text, calls), .recall(calls)          a block's text, `DsmlParser.block_text`, by the ids of its calls
@@ -25,6 +26,7 @@ from ds4jax.text.dsml.parser import DsmlParser, ParserEvent, Rejected
 from ds4jax.text.dsml.render import TOOLS_MARK, call_block, call_opening, replayed_block, tool_prompt, tool_result
 from ds4jax.text.dsml.replay import ReplayMemory
 from ds4jax.text.dsml.strict import StrictCalls
+from ds4jax.text.dsml.zones import CallZones
 
 __all__ = [
     "TOOLS_MARK",
@@ -33,6 +35,7 @@ __all__ = [
     "CallEnd",
     "CallEvent",
     "CallStart",
+    "CallZones",
     "DsmlParser",
     "ParserEvent",
     "Rejected",

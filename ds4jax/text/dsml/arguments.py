@@ -37,6 +37,28 @@ class ArgumentsWriter:
         return f"{comma}{_quoted(name)}:"
 
 
+class JsonStrings:
+    """Tell, while a JSON text comes in, whether its end stands inside a string.
+
+    n_inside: characters of that string so far; None outside. is_escaped: whether the last character takes the next one's meaning.
+    """
+
+    def __init__(self) -> None:
+        self.n_inside: int | None = None
+        self.is_escaped = False
+
+    def feed(self, text: str) -> None:
+        """Read on."""
+        for character in text:
+            if self.n_inside is None:
+                self.n_inside = 0 if character == '"' else None
+            elif character == '"' and not self.is_escaped:
+                self.n_inside = None
+            else:
+                self.n_inside += 1
+                self.is_escaped = character == "\\" and not self.is_escaped
+
+
 def string_body(text: str) -> str:
     """Escape text that stands inside a JSON string, quotes left out. The pieces of a text give what the whole text gives."""
     return _quoted(text)[1:-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ds4jax.text.dsml.arguments import ArgumentsWriter, compact, string_body
+from ds4jax.text.dsml.arguments import ArgumentsWriter, JsonStrings, compact, string_body
 from ds4jax.text.dsml.calls import ArgumentsDelta, CallEnd, CallEvent, CallStart
 from ds4jax.text.dsml.markup import ENTITY_BEGUN, LONGEST_TAG, Markup, unescape
 
@@ -34,6 +34,8 @@ class BlockParser:
         self._events: list[CallEvent] = []
         self._arguments = ArgumentsWriter()
         self._json: list[str] | None = None  # the pieces of a value that is no string
+        self._json_strings = JsonStrings()
+        self._n_string = 0  # characters of a value that is one
         # The state is the method that reads on from here; it returns whether more can be read now.
         self._step: Callable[[], bool] = self._between_calls
         self.n_started = 0
@@ -44,6 +46,24 @@ class BlockParser:
     def text(self) -> str:
         """All text so far, end tags that were left out at the end included."""
         return "".join(self._read) + self._rest
+
+    @property
+    def n_payload(self) -> int | None:
+        """Characters so far of the string in which the text stands: a value, or a string of a JSON value. None in tags and in other JSON.
+
+        Where two characters of an end tag stand, the text is in a tag.
+        """
+        if self._step == self._undecided:  # a string, unless a parameter begins
+            return len(self._rest) if len(self._rest.lstrip()) < len("</") else None
+        if self._step != self._in_value or self._rest.startswith("</"):
+            return None
+        n_read = self._n_string if self._json is None else self._json_strings.n_inside
+        return None if n_read is None else n_read + len(self._rest)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the next character can change the meaning of the last ones."""
+        return bool(self._rest) or self._json_strings.is_escaped
 
     def feed(self, text: str) -> list[CallEvent]:
         """Read on; once the block is done or broken, nothing more comes of it."""
@@ -161,7 +181,7 @@ class BlockParser:
         return {name: unescape(value) for name, value in _ATTRIBUTE.findall(self._take(end + 1)[len(start) :])}
 
     def _start_value(self, string: str) -> bool:
-        self._json = [] if string == "false" else None
+        self._json, self._json_strings, self._n_string = [] if string == "false" else None, JsonStrings(), 0
         if self._json is None:
             self._write('"')
         self._step = self._in_value
@@ -169,9 +189,11 @@ class BlockParser:
 
     def _add_to_value(self, text: str) -> None:
         if self._json is None:
+            self._n_string += len(text)
             self._write(string_body(unescape(text)))
         else:
             self._json.append(text)
+            self._json_strings.feed(text)
 
     def _close_value(self) -> bool:
         if self._json is None:

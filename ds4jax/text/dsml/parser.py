@@ -54,6 +54,28 @@ class DsmlParser:
         return self._opening + self._block.text if self._block is not None and self._block.is_done else None
 
     @property
+    def is_inside(self) -> bool:
+        """Whether the text stands inside a block, behind its opening tag."""
+        return self._block is not None and not self.has_ended
+
+    @property
+    def begun(self) -> str:
+        """The beginning of an opening tag with which the text ends, if it does; empty inside a block and behind it."""
+        return self._held.lstrip()
+
+    @property
+    def n_payload(self) -> int | None:
+        """See `BlockParser.n_payload`; None outside."""
+        return self._block.n_payload if self._block is not None and not self.has_ended else None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the next character can change the meaning of the last ones."""
+        if self._block is None:
+            return bool(self._held)
+        return self._block.has_pending and not self.has_ended
+
+    @property
     def n_held(self) -> int:
         """Characters that may still turn out to be text."""
         if self._block is None:
