@@ -25,8 +25,9 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 # Compiling is most of what the tests cost, and half of that is LLVM's optimiser. Without it XLA decides all that it decides with it
 # (what is fused, how products and sums are laid out: the optimised HLO is the same), and only the instructions of each loop differ.
-# tests/model/test_oracle.py and test_optimised.py compile as users do. XLA_FLAGS= in the environment leaves the optimiser on for all.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Programs that run for thousands of steps, and those whose bits and numbers are proved to be right, are compiled as users do
+# (tests/compiler.py). Child processes inherit this.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Compiled programs stay for the next run, in a folder that git ignores; their names are
 # hashes of all that decides them, so nothing stale is found there. Child processes inherit the folder. JAX's own cache stays off:
@@ -68,6 +69,7 @@ def pytest_sessionstart() -> None:
 @pytest.fixture(scope="session")
 def engines() -> Iterator[Callable[[str], Engine]]:
     """Give the engine over an oracle set (float32, kv_quant "none"); each is opened once in a run, for compiling is slow."""
+    from tests.compiler import compiled_as_users_do
     from tests.model.oracle import open_engine
 
     opened: dict[str, Engine] = {}
@@ -75,7 +77,9 @@ def engines() -> Iterator[Callable[[str], Engine]]:
     def engine_of(name: str) -> Engine:
         if name not in opened:
             _compiled.mkdir(parents=True, exist_ok=True)
-            with (_compiled / f"{name}.lock").open("w") as lock:  # of two workers, the second finds what the first compiles
+            # The name of a stored program does not tell its optimiser: those of one engine are always compiled alike. Of two workers,
+            # the second finds what the first compiles.
+            with compiled_as_users_do(), (_compiled / f"{name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 opened[name] = open_engine(name)
         return opened[name]

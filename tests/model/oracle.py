@@ -79,13 +79,12 @@ SMOOTH = SETS["tiny-smooth"]
 # Smooth, and sets from elsewhere, are held to both.
 IN_ONE_CHUNK = [name for name in SETS if name not in ("tiny-q2", "tiny-q4k")]
 SERVED = [name for name in SETS if name != "tiny-q8"]
-AS_USERS = {"xla_backend_optimization_level": 3}  # compiler options: XLA's own choice, which conftest.py lowers for the other tests
 
 
 class AllLogits:
     """A compiled chunk of up to n_token tokens that gives the logits after each of them."""
 
-    def __init__(self, model: Model, n_token: int = N_CTX, n_ctx: int = N_CTX, options: dict[str, int] | None = None) -> None:
+    def __init__(self, model: Model, n_token: int = N_CTX, n_ctx: int = N_CTX, options: dict[str, int | bool] | None = None) -> None:
         self.model, self.n_token, self.n_ctx = model, n_token, n_ctx
         spec = model.spec
 
@@ -93,7 +92,8 @@ class AllLogits:
             return prefill_all_logits(model.flat.merge(leaves), cache, batch, spec.compute)
 
         lowered = jax.jit(run, donate_argnums=1).lower(model.flat.leaves, self.new_cache(), self._batch([0]))
-        name = hashlib.sha256((lowered.as_text() + os.environ.get("XLA_FLAGS", "") + str(options)).encode()).hexdigest()[:24]
+        settings = [os.environ.get("XLA_FLAGS"), jax.config.values["jax_disable_most_optimizations"], options]
+        name = hashlib.sha256((lowered.as_text() + str(settings)).encode()).hexdigest()[:24]
         path = program_directory() / f"all-logits-{name}-{jax.__version__}.xla"
         stored = ProgramStore._load(path) if path.is_file() else None
         self._program = stored or lowered.compile(compiler_options=options)

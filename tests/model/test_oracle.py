@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.model.oracle import AS_USERS, IN_ONE_CHUNK, LENGTHS, SETS, SMOOTH, AllLogits, assert_exact
+from tests.compiler import AS_USERS
+from tests.model.oracle import IN_ONE_CHUNK, LENGTHS, SETS, SMOOTH, AllLogits, assert_exact
 
 
 @pytest.fixture(scope="module")
