@@ -5,7 +5,10 @@ Another training writes other words. What is asserted holds for any model that d
 
 from __future__ import annotations
 
+import json
+import queue
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -14,15 +17,17 @@ from ds4jax.evals import measures
 from ds4jax.evals.measures import GREEDY, Subject
 from ds4jax.evals.run import Question
 from ds4jax.model.gguf.reader import GGUFFile
-from ds4jax.text import Message
+from ds4jax.serving.engine.api import Event, Finish, GenerateRequest, SamplingParams, Token
+from ds4jax.text import Message, render, stop_ids, to_ids, to_text
+from ds4jax.text.dsml import CallCollector, CallZones, DsmlParser, Rejected, Tool, call_opening
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
-    """The model in the engine that the notebooks open."""
-    with ds4jax.Engine(ds4jax.load_model(ds4jax.small_model()), slots=2, ctx=512) as engine:
+    """The model in the engine that the notebooks open. Rounded rows of the cache would let some greedy replies part between batch sizes."""
+    with ds4jax.Engine(ds4jax.load_model(ds4jax.small_model(), kv_quant="none"), slots=2, ctx=512) as engine:
         yield Subject(engine, 2)
 
 
@@ -53,3 +58,37 @@ def test_it_closes_its_thoughts(subject: Subject) -> None:
 
 def test_a_reply_is_the_same_alone_and_in_company(subject: Subject) -> None:
     assert measures.same_in_company(subject, 2, n_token=12) == 2
+
+
+def test_a_hot_call_has_the_structure_that_the_model_prefers(subject: Subject) -> None:
+    schema = '{"name":"get_price","parameters":{"type":"object","properties":{"item":{"type":"string"}},"required":["item"]}}'
+    question = render([Message("user", "How much is a lamp?")], thinking=False, tools=[Tool("get_price", schema)])
+    tokenizer, opening = subject.tokenizer, to_text(call_opening("get_price"))
+    begin = partial(CallZones, tokenizer.token_bytes, opening)
+    prompt, events = tuple(to_ids([*question, *call_opening("get_price")], tokenizer)), queue.SimpleQueue[Event]()
+    drawn: dict[int, list[Token]] = {}
+    for seed in range(3):
+        sampling = SamplingParams(temperature=1.5, seed=seed, logprobs=1)
+        request = GenerateRequest(prompt, 30, sampling, stop_ids(tokenizer, thinking=False), zones=begin)
+        drawn[subject.engine.submit(request, events.put)] = []
+    n_ended = 0
+    while n_ended < len(drawn):
+        event = events.get(timeout=60)
+        n_ended += isinstance(event, Finish)
+        if isinstance(event, Token):
+            drawn[event.request_id].append(event)
+    items = set()
+    for tokens in drawn.values():
+        zones, parser, calls = begin(), DsmlParser(lambda: "id"), CallCollector()
+        told = parser.feed(opening)
+        for token in tokens:
+            assert token.logprobs is not None
+            if zones.is_greedy:
+                assert token.token == token.logprobs.top[0][0]
+            zones.take(token.token)
+            told += parser.feed(tokenizer.token_bytes(token.token).decode(errors="replace"))
+        calls.take(event for event in told if not isinstance(event, str | Rejected))
+        (call,) = calls.calls
+        assert list(json.loads(call.arguments)) == ["item"]
+        items.add(call.arguments)
+    assert len(items) > 1, "what is asked for varies with the seed"
