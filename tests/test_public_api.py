@@ -32,7 +32,7 @@ def model(path: Path) -> ds4jax.Model:
 
 @pytest.fixture(scope="module")
 def engine(model: ds4jax.Model) -> Iterator[ds4jax.Engine]:
-    with ds4jax.Engine(model, slots=2, ctx=512, coalesce_us=2000) as engine:
+    with ds4jax.Engine(model, slots=2, ctx=128, coalesce_us=2000) as engine:
         yield engine
 
 
@@ -96,13 +96,13 @@ def test_greedy_generation_follows_the_logits(model: ds4jax.Model, engine: ds4ja
 def test_statistics_count_what_was_done(engine: ds4jax.Engine) -> None:
     list(engine.generate(TEXT, max_tokens=4, temperature=0))
     stats = engine.stats()
-    assert stats.n_slots == 2 and stats.n_ctx == 512 and stats.compile_misses == 0
+    assert stats.n_slots == 2 and stats.n_ctx == 128 and stats.compile_misses == 0
     assert stats.generated_tokens > 0 and stats.prefill_tokens > 0 and 0 < stats.occupancy <= 1
 
 
 def test_a_prompt_longer_than_a_slot_is_refused(engine: ds4jax.Engine) -> None:
-    with pytest.raises(ContextLengthError, match="maximum context length is 512"):
-        next(engine.generate_tokens([1] * 512))
+    with pytest.raises(ContextLengthError, match="maximum context length is 128"):
+        next(engine.generate_tokens([1] * 128))
 
 
 def test_a_session_refuses_a_second_decode_in_flight(engines: Callable[[str], ds4jax.Engine]) -> None:
@@ -130,7 +130,7 @@ def test_a_session_refuses_a_second_decode_in_flight(engines: Callable[[str], ds
 
 
 def test_a_closed_engine_says_so(model: ds4jax.Model, engine: ds4jax.Engine) -> None:
-    with ds4jax.Engine(model, slots=2, ctx=512) as other:
+    with ds4jax.Engine(model, slots=2, ctx=128) as other:
         session = other.open_session()
     with pytest.raises(EngineStoppedError, match="closed"):
         session.decode(1)
