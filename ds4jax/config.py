@@ -246,8 +246,9 @@ class EngineConfig:
     """What an engine is built for.
 
     slots: resident sessions; ctx: tokens a slot holds; coalesce_us: longest wait from the first pending row to the launch;
-    prefill_quantum / mixed_prefill_quantum: prompt tokens a prefill step may take while nobody / somebody decodes;
-    decode_steps_per_prefill: a waiting prefill gets a quantum at least every so many decode steps;
+    prefill_quantum: tokens that a prefill launch may take, padding included;
+    mixed_prefill_quantum: those that it may take of one prompt while somebody decodes;
+    decode_steps_per_prefill: waiting prompts get a launch at least every so many decode steps;
     queue_limit: requests that may wait (None: 4 * slots);
     snapshots: states of slots that are kept to return to (None: 4 * slots; 0: none, and only whole histories are continued).
     """

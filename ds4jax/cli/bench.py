@@ -234,7 +234,7 @@ def _runner(subject: Subject, shapes: Shapes) -> MeasuredRunner:
     from ds4jax.serving.engine.memory import plan_memory, require_fit
     from ds4jax.serving.engine.programs import ProgramStore
 
-    plan = plan_memory(subject.model.spec, shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1])
+    plan = plan_memory(subject.model.spec, shapes.n_slot, shapes.n_ctx, shapes.prefill_shapes)
     note(describe_plan(plan))
     require_fit(plan, subject.model.spec)
     with program_progress() as on_program:

@@ -50,7 +50,7 @@ def plan(file: Path, config: EngineConfig) -> str:
 
     spec = read_spec(file, Numerics())
     shapes = engine_shapes(spec, config)
-    planned = plan_memory(spec, config.slots, config.ctx, shapes.prefill_buckets[-1], n_snapshot=shapes.n_snapshot)
+    planned = plan_memory(spec, config.slots, config.ctx, shapes.prefill_shapes, n_snapshot=shapes.n_snapshot)
     return describe_plan(planned) + (": fits" if planned.fits else f": does not fit; {planned.most_slots} slots would")
 
 

@@ -130,7 +130,10 @@ def test_a_server_of_random_weights_is_measured(tmp_path: Path) -> None:
     assert (alone["model"], alone["clients"], both["clients"]) == ("tiny-q8, 1 layer", "1", "2")
     assert [row["errors"] for row in (alone, both)] == [row["compiled"] for row in (alone, both)] == ["0", "0"]
     # The first token of an answer is drawn by the last chunk of its prompt.
-    assert (alone["rows"], alone["steps"], alone["chunks"], both["chunks"]) == ("1", "5", "1", "2")
+    assert (alone["rows"], alone["steps"], alone["chunks"]) == ("1", "5", "1") and both["chunks"] in (
+        "1",
+        "2",
+    )  # both prompts may go together
     assert 1 <= float(both["rows"]) <= 2 and float(both["rows"]) * int(both["steps"]) == pytest.approx(10, rel=1e-3)
 
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from ds4jax.model.mask import ALWAYS
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, Adjustments, Event, Finish, GenerateRequest, SamplingParams, Token, TokenLogprobs
-from ds4jax.serving.engine.buckets import chunk_buckets, row_buckets
+from ds4jax.serving.engine.buckets import PrefillShape, chunk_buckets, pack_buckets, prefill_shape, row_buckets
 from ds4jax.serving.engine.core import EngineCore, Returned
-from ds4jax.serving.engine.device import UNMASKED, DeviceStepError, MaskRule, Row
+from ds4jax.serving.engine.device import Chunk, DeviceStepError, MaskRule, Row
 from ds4jax.serving.engine.kvstore import Part
 
 V = 97
@@ -116,6 +116,7 @@ class FakeDevice:
     n_ctx: int = 64
     n_vocab: int = V
     prefill_buckets: tuple[int, ...] = ()
+    pack_buckets: tuple[PrefillShape, ...] | None = None
     fail_launch: dict[int, bool] = field(default_factory=dict)
     fail_read: dict[int, bool] = field(default_factory=dict)
     fail_clear: set[int] = field(default_factory=set)
@@ -132,6 +133,8 @@ class FakeDevice:
     def __post_init__(self) -> None:
         self.decode_buckets = row_buckets(self.n_slots)
         self.prefill_buckets = self.prefill_buckets or chunk_buckets(self.n_ctx, 16, 4)
+        if self.pack_buckets is None:
+            self.pack_buckets = pack_buckets(self.n_slots, self.n_ctx, self.prefill_buckets[-1], self.prefill_buckets[0])
         self.trace: list[tuple[str, int]] = []
         self.step_slots: list[list[int]] = []
         self.batches: list[list[Row]] = []
@@ -173,11 +176,14 @@ class FakeDevice:
             ],
         )
 
-    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams, mask: MaskRule = UNMASKED) -> FakeHandle:
-        index = self._begin("prefill", [slot])
-        self.chunks.append((slot, tuple(tokens)))
-        assert 1 <= len(tokens) <= self.prefill_buckets[-1]
-        return FakeHandle(self, index, [slot], [self._feed(index, slot, tokens, sampling, mask)])
+    def prefill(self, chunks: Sequence[Chunk]) -> FakeHandle:
+        slots = [chunk.slot for chunk in chunks]
+        index = self._begin("prefill", slots)
+        self.chunks += [(chunk.slot, tuple(chunk.tokens)) for chunk in chunks]
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        assert len(set(slots)) == len(slots) and min(lengths) >= 1 and self.pack_buckets is not None
+        prefill_shape(lengths, self.prefill_buckets, self.pack_buckets)  # raises where none holds them
+        return FakeHandle(self, index, slots, [self._feed(index, c.slot, c.tokens, c.sampling, c.mask) for c in chunks])
 
     def clear(self, slot: int) -> None:
         if slot in self.fail_clear:

@@ -11,8 +11,8 @@ import pytest
 from ds4jax.config import EngineConfig
 from ds4jax.errors import ContextLengthError, QueueFullError, RequestError
 from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, Prefilled, SamplingParams, Started, Token
-from ds4jax.serving.engine.core import EngineCore
-from tests.engine.fakes import FakeClock, FakeDevice, Record, alone, run
+from ds4jax.serving.engine.core import EngineCore, Returned
+from tests.engine.fakes import FakeClock, FakeDevice, Record, alone, next_token, run
 
 
 def request(*prompt: int, n: int | None = 6, seed: int = 0, stop: frozenset[int] = frozenset()) -> GenerateRequest:
@@ -219,22 +219,77 @@ def test_decode_goes_on_while_many_prompts_wait() -> None:
     assert "pp" not in kinds[kinds.index("d") : kinds.rindex("d")]
 
 
+def real_sizes(n_slots: int, n_snapshots: int = 0) -> tuple[EngineCore, FakeDevice, FakeClock]:
+    """An engine with the default quanta, and the shapes that a real device has then."""
+    device = FakeDevice(n_slots, 4096, prefill_buckets=(128, 512, 2048), n_snapshots=n_snapshots)
+    clock = FakeClock()
+    return EngineCore(device, EngineConfig(slots=n_slots, ctx=4096), clock), device, clock
+
+
+@pytest.mark.parametrize(("n_clients", "n_launches"), [(1, 1), (2, 1), (4, 1), (5, 2), (16, 1), (64, 4)])
+def test_a_burst_of_short_prompts_takes_few_launches(n_clients: int, n_launches: int) -> None:
+    core, device, clock = real_sizes(n_clients)
+    asked = [request(n, *range(30), n=20) for n in range(n_clients)]
+    ids = [core.submit(one) for one in asked]
+    record = run(core, clock)
+    for request_id, one in zip(ids, asked, strict=True):
+        assert record.tokens(request_id) == alone(one, 4096)
+    assert (core.stats().prefill_chunks, core.stats().prefill_rows) == (n_launches, n_clients)
+    kinds = "".join(what[0] for what, _ in device.trace if what != "read")
+    assert kinds[: kinds.rindex("p") + 1] == {64: "pddpddddpddddp", 5: "pddddp"}.get(n_clients, "p")
+
+
+def test_prompts_that_go_together_pause_each_where_it_is_kept() -> None:
+    """A notebook's and those of requests, longer than a piece, one launch after another."""
+    core, device, clock = real_sizes(4, n_snapshots=16)
+    session = core.open_session()
+    core.prefill(session, range(90))
+    asked = [request(n, *((n + i) % 97 for i in range(400 * n)), n=3) for n in range(3)]
+    ids = [core.submit(one) for one in asked]
+    record = run(core, clock)
+    for request_id, one in zip(ids, asked, strict=True):
+        assert record.tokens(request_id) == alone(one, 4096)
+    (returned,) = (event for event in record.of(session.id) if isinstance(event, Returned))
+    assert int(returned.result.argmax()) == next_token(range(90))  # type: ignore[union-attr]
+    assert device.step_slots[0] == [0, 1] and device.step_slots.count([2, 3]) == 4  # the shorter of the two has 401 tokens
+    assert {(2, 400), (3, 800)} <= set(device.saved)
+    ids = [core.submit(one) for one in asked[1:]]
+    run(core, clock, record)
+    assert [record.finish(request_id).n_cached for request_id in ids] == [400, 800]
+
+
+@pytest.mark.parametrize("n_steps", range(6))
+def test_a_prompt_that_is_cancelled_leaves_those_that_went_with_it(n_steps: int) -> None:
+    core, _, clock = real_sizes(4)
+    asked = [request(n, *(i % 97 for i in range(200)), n=3) for n in range(4)]
+    ids = [core.submit(one) for one in asked]
+    record = Record()
+    for _ in range(n_steps):
+        record.events += core.step(clock.now_us).events
+    core.cancel(ids[1])
+    run(core, clock, record)
+    for n, request_id in enumerate(ids):
+        assert record.finish(request_id).reason is (FinishReason.CANCELLED if n == 1 else FinishReason.LENGTH)
+        assert n == 1 or record.tokens(request_id) == alone(asked[n], 4096)
+    assert core.stats().n_running == 0
+
+
 # ---------------------------------------------------------------- what operators see
 def test_stats_count_what_happened() -> None:
     core, _, clock = engine()
     for n in range(3):
         core.submit(request(n, n + 1, n=5))
     core.step(clock.now_us)
-    assert (core.stats().n_running, core.stats().n_prefilling, core.stats().n_waiting) == (3, 2, 0)
-    assert core.stats().kv_tokens == 2
+    assert (core.stats().n_running, core.stats().n_prefilling, core.stats().n_waiting) == (3, 0, 0)
+    assert core.stats().kv_tokens == 6
     run(core, clock)
     stats = core.stats()
     assert stats.generated_tokens == 15 and stats.finished == {"length": 3}
-    assert (stats.prefill_chunks, stats.prefill_tokens, stats.failed_steps) == (3, 6, 0)
+    assert (stats.prefill_chunks, stats.prefill_rows, stats.prefill_tokens, stats.failed_steps) == (1, 3, 6, 0)
     assert sum(stats.rows.values()) == 12 and 0.5 < stats.occupancy <= 1.0
     assert sum(n_rows * n for n_rows, n in stats.batches.items()) == 12 and sum(stats.batches.values()) == sum(stats.steps.values())
-    smallest = FakeDevice().prefill_buckets[0]
-    assert (stats.prompt_tokens, stats.prefill_padding, stats.kv_tokens) == (6, 3 * (smallest - 2), 0)
+    (pack,) = FakeDevice().pack_buckets or ()
+    assert (stats.prompt_tokens, stats.prefill_padding, stats.kv_tokens) == (6, pack.n_rows * pack.n_tokens - 6, 0)
 
 
 def test_the_batch_log_has_one_line_a_decode_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,7 @@ def check_usable(core: EngineCore, clock: FakeClock, n_slots: int) -> None:
 
 @pytest.mark.parametrize("where", ["fail_launch", "fail_read"])
 @pytest.mark.parametrize("cache_lost", [False, True])
-@pytest.mark.parametrize("step", range(10))
+@pytest.mark.parametrize("step", range(8))
 def test_only_the_batch_ends_unless_the_cache_is_lost(step: int, cache_lost: bool, where: str) -> None:
     device = FakeDevice(n_slots=3)
     getattr(device, where)[step] = cache_lost
@@ -73,6 +73,20 @@ def test_a_failed_decode_does_not_touch_a_prompt_in_progress() -> None:
     run(core, clock, record)
     check_ends(record, first, request(1, n=30), failed=True)
     check_ends(record, second, request(*range(20)), failed=False)
+
+
+@pytest.mark.parametrize("where", ["fail_launch", "fail_read"])
+def test_a_failed_prefill_ends_the_prompts_that_went_together_and_no_other(where: str) -> None:
+    device = FakeDevice(n_slots=6)
+    getattr(device, where)[0] = False
+    core, clock = engine(device)
+    asked = [request(n, 2) for n in range(6)]
+    ids = [core.submit(one) for one in asked]
+    record = run(core, clock)
+    assert device.step_slots[0] == [0, 1, 2, 3]
+    for n, request_id in enumerate(ids):
+        check_ends(record, request_id, asked[n], failed=n < 4)
+    check_usable(core, clock, 6)
 
 
 def test_the_step_that_was_enqueued_behind_a_failure_is_discarded() -> None:

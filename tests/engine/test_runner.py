@@ -15,9 +15,9 @@ from ds4jax.errors import StaleCacheError
 from ds4jax.model.cache import KVCache, copy_slot, export_slot, import_slot
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import SamplingParams
-from ds4jax.serving.engine.device import Row
+from ds4jax.serving.engine.device import Chunk, Row
 from ds4jax.serving.engine.local import program_directory
-from ds4jax.serving.engine.programs import Program, ProgramStore, SlotState
+from ds4jax.serving.engine.programs import Program, ProgramStore, SlotState, prefill_key
 from ds4jax.serving.engine.runner import DeviceCache, Runner
 from tests.model.oracle import SMOOTH, TOLERANCE
 
@@ -47,7 +47,7 @@ def feed(runner: Runner, slot: int, tokens: Sequence[int]) -> np.ndarray:
     """Prefill a slot in chunks; the last logits [V]."""
     size = runner.prefill_buckets[-1]
     for first in range(0, len(tokens), size):
-        step = runner.prefill(slot, tokens[first : first + size], GREEDY)
+        step = runner.prefill([Chunk(slot, tokens[first : first + size], GREEDY)])
     return step.logits()[0]
 
 
@@ -87,7 +87,7 @@ def test_a_decode_step_changes_the_slots_of_its_rows_alone(runner: Runner, slots
 
 def test_a_prefill_step_changes_its_slot_alone_and_no_row_past_its_tokens(runner: Runner) -> None:
     first = snapshot(runner)
-    runner.prefill(6, TOKENS[:5], GREEDY).tokens()
+    runner.prefill([Chunk(6, TOKENS[:5], GREEDY)]).tokens()
     second = snapshot(runner)
     assert changed_slots(first, second) == {6}
     before, after = first.cache, second.cache
@@ -110,6 +110,43 @@ def test_logits_are_bit_equal_whatever_the_index_and_the_neighbours(runner: Runn
         step = runner.decode([Row(s, TOKENS[100] if s == 5 else s + 1, GREEDY) for s in slots])
         seen.append(step.logits()[slots.index(5)])
     assert seen[0].tobytes() == seen[1].tobytes() == seen[2].tobytes()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 9, 16])
+def test_a_packed_prompt_has_the_same_bits_whatever_its_row_and_its_neighbours(runner: Runner, n_tokens: int) -> None:
+    """Alone in the shape, among others as long and as short, at any place; and what it leaves in its slot is the same, too."""
+    start, (pack,) = snapshot(runner), runner.pack_buckets
+    mine, seen = Chunk(5, TOKENS[100 : 100 + n_tokens], GREEDY), []
+    for before, after in ((0, 0), (0, 3), (1, 2), (3, 0), (2, 0)):
+        restore(runner, start)
+        others = [Chunk(s, TOKENS[s : s + 1 + (5 * s + 3) % pack.n_tokens], GREEDY) for s in (0, 9, 14)]
+        chunks = [*others[:before], mine, *others[before : before + after]]
+        control = batch.prefill_control(chunks, pack, runner.n_slots)
+        step = runner._launch(prefill_key(pack), control, len(chunks))
+        state = snapshot(runner)
+        assert changed_slots(start, state) == {chunk.slot for chunk in chunks}
+        seen.append((step.logits()[before].tobytes(), one_slot(state, 5)))
+    assert all(bits == seen[0][0] and same_bits(left, seen[0][1]) for bits, left in seen[1:])
+
+
+def test_prompts_in_packs_are_read_as_alone_and_in_other_pieces(runner: Runner) -> None:
+    """Pieces end within windows of 4 and of 128, and beyond the raw window."""
+    prompts = [TOKENS[50 * i : 50 * i + n] for i, n in enumerate((61, 40, 7, 29))]
+    start, (pack,), alone = snapshot(runner), runner.pack_buckets, []
+    for slot, prompt in enumerate(prompts):
+        alone.append(feed(runner, slot, prompt))
+    restore(runner, start)
+    for size in (pack.n_tokens, 7):
+        restore(runner, start)
+        done, together = [0] * 4, [np.empty(0)] * 4
+        while waiting := [slot for slot in range(4) if done[slot] < len(prompts[slot])]:
+            chunks = [Chunk(slot, prompts[slot][done[slot] : done[slot] + size], GREEDY) for slot in waiting]
+            logits = runner.prefill(chunks).logits()
+            for row, slot in enumerate(waiting):
+                done[slot] += len(chunks[row].tokens)
+                together[slot] = logits[row]
+        for a, b in zip(alone, together, strict=True):
+            assert np.abs(a - b).max() <= TOLERANCE and a.argmax() == b.argmax()
 
 
 def test_buckets_agree_within_the_tolerance(runner: Runner) -> None:
@@ -188,11 +225,13 @@ def test_warm_up_and_real_steps_share_their_constructor(loaded: tuple[Runner, li
     runner._warm_up()
     warm = set(made)
     made.clear()
-    assert len(warm) == len(runner.decode_buckets) + len(runner.prefill_buckets)
+    assert len(warm) == len(runner.decode_buckets) + len(runner.prefill_buckets) + len(runner.pack_buckets)
     for n in range(1, 17):
         runner.decode([Row(s, 1, GREEDY) for s in range(n)]).tokens()
     for n in (1, 16, 17, 64):
-        runner.prefill(0, TOKENS[:n], GREEDY).tokens()
+        runner.prefill([Chunk(0, TOKENS[:n], GREEDY)]).tokens()
+    for n in range(2, runner.pack_buckets[-1].n_rows + 1):
+        runner.prefill([Chunk(s, TOKENS[: s + 1], GREEDY) for s in range(n)]).tokens()
     assert set(made) <= warm
 
 

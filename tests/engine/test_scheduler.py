@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ds4jax.config import EngineConfig
 from ds4jax.serving.engine.api import GenerateRequest
+from ds4jax.serving.engine.buckets import PrefillShape, chunk_buckets, pack_buckets, prefill_shape
 from ds4jax.serving.engine.scheduler import Decode, Idle, Plan, Prefill, Turns, WaitUntil
 from ds4jax.serving.engine.scheduler import plan as plan_next
 from ds4jax.serving.engine.session import Session, State
@@ -32,8 +40,15 @@ def manual(slot: int, state: State, since_us: int = 0, *, active: bool = True) -
     return session
 
 
-def plan(*sessions: Session, now_us: int = 0, turns: Turns | None = None, config: EngineConfig = CONFIG, max_chunk: int = 2048) -> Plan:
-    return plan_next(sessions, now_us, config, turns or Turns(), max_chunk)
+def plan(
+    *sessions: Session,
+    now_us: int = 0,
+    turns: Turns | None = None,
+    config: EngineConfig = CONFIG,
+    max_chunk: int = 2048,
+    packs: Sequence[PrefillShape] = (),
+) -> Plan:
+    return plan_next(sessions, now_us, config, turns or Turns(), max_chunk, packs)
 
 
 def test_nothing_to_do() -> None:
@@ -80,32 +95,130 @@ def test_manual_sessions_stay_in_step_but_driven_ones_run_ahead() -> None:
     assert plan(pending, flying, driven) == Decode((pending, driven))
 
 
+def one(session: Session, n_tokens: int) -> Prefill:
+    return Prefill((session,), (n_tokens,))
+
+
 def test_quantum_depends_on_whether_somebody_decodes() -> None:
     waiting = prefilling(1)
-    assert plan(waiting) == Prefill(waiting, 2048)
-    assert plan(waiting, max_chunk=512) == Prefill(waiting, 512)
-    assert plan(manual(0, State.IDLE, active=False), waiting) == Prefill(waiting, 2048)
-    assert plan(manual(0, State.IDLE), waiting) == Prefill(waiting, 128)  # nobody is pending: it runs at once
+    assert plan(waiting) == one(waiting, 2048)
+    assert plan(waiting, max_chunk=512) == one(waiting, 512)
+    assert plan(manual(0, State.IDLE, active=False), waiting) == one(waiting, 2048)
+    assert plan(manual(0, State.IDLE), waiting) == one(waiting, 128)  # nobody is pending: it runs at once
     short = prefilling(0, 7)
-    assert plan(short) == Prefill(short, 7)
+    assert plan(short) == one(short, 7)
+
+
+def order_of_launches(n: int, *sessions: Session) -> str:
+    """Plan n launches; sessions stay as they are."""
+    turns, launched = Turns(), []
+    for _ in range(n):
+        todo = plan(*sessions, turns=turns)
+        launched.append("P" if isinstance(todo, Prefill) else "D")
+        turns = turns.after(todo)
+    return "".join(launched)
 
 
 def test_decode_yields_to_a_waiting_prefill_every_few_steps() -> None:
-    decoding, waiting = generating(0), prefilling(1)
-    turns, launched = Turns(), []
-    for _ in range(15):
-        todo = plan(decoding, waiting, turns=turns)
-        launched.append("P" if isinstance(todo, Prefill) else "D")
-        turns = turns.after(todo)
-    assert "".join(launched) == "DDDDPDDDDPDDDDP"
+    assert order_of_launches(15, generating(0), prefilling(1)) == "DDDDPDDDDPDDDDP"
+
+
+def test_prompts_get_turns_more_often_where_more_of_them_wait_than_decode() -> None:
+    assert order_of_launches(8, generating(0), generating(1), prefilling(2), prefilling(3)) == "DDDDPDDD"
+    assert order_of_launches(8, generating(0), *map(prefilling, range(1, 3))) == "DDPDDPDD"
+    assert order_of_launches(8, generating(0), *map(prefilling, range(1, 10))) == "DPDPDPDP"  # never twice without a step between
 
 
 def test_waiting_prefills_take_turns() -> None:
     sessions = [prefilling(0), prefilling(2), prefilling(3)]
-    turns, slots = Turns(), []
+    slots = []
     for _ in range(5):
-        todo = plan(*sessions, turns=turns)
+        todo = plan(*sessions)
         assert isinstance(todo, Prefill)
-        slots.append(todo.session.slot)
-        turns = turns.after(todo)
+        slots += [session.slot for session in todo.rows]
+        launch(todo)
     assert slots == [0, 2, 3, 0, 2]
+
+
+def launch(todo: Prefill) -> None:
+    for session, n_tokens in zip(todo.rows, todo.n_tokens, strict=True):
+        session.chunk_launched(n_tokens, 0)
+
+
+# ---------------------------------------------------------------- packs
+PACKS = (PrefillShape(4, 128), PrefillShape(16, 128))
+
+
+def test_short_prompts_go_together_the_oldest_first() -> None:
+    sessions = [prefilling(slot, 10 + slot) for slot in (5, 3, 9, 1, 0, 2)]
+    todo = plan(*sorted(sessions, key=lambda s: s.slot or 0), packs=PACKS)
+    assert todo == Prefill(tuple(sessions[:4]), (15, 13, 19, 11))
+    many = [prefilling(slot, 128) for slot in range(20)]
+    assert plan(*many, packs=PACKS) == Prefill(tuple(many[:16]), (128,) * 16)
+
+
+@pytest.mark.parametrize(("n", "n_rows"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (7, 4), (8, 8), (15, 15), (17, 16)])
+def test_a_pack_is_at_least_half_full(n: int, n_rows: int) -> None:
+    todo = plan(*(prefilling(slot, 50) for slot in range(n)), packs=PACKS)
+    assert isinstance(todo, Prefill) and len(todo.rows) == n_rows
+
+
+def test_neither_long_nor_short_prompts_wait_for_the_others() -> None:
+    long, *short = prefilling(0), prefilling(1, 5), prefilling(2, 128), prefilling(3, 129)
+    assert plan(long, *short, packs=PACKS) == one(long, 2048)
+    launch(one(long, 2048))
+    assert plan(long, *short, packs=PACKS) == Prefill((short[0], short[1]), (5, 128))
+    decoding = generating(4)
+    beside = plan(decoding, long, *short, packs=PACKS, turns=Turns(decode_steps=1))
+    assert beside == Prefill((*short, long), (5, 128, 128, 128))
+
+
+def test_a_piece_ends_where_its_prompt_pauses() -> None:
+    sessions = [prefilling(0, 300), prefilling(1, 300)]
+    sessions[0].stops, sessions[1].save_stops = [90, 250], [7]
+    assert plan(*sessions, packs=PACKS) == Prefill(tuple(sessions), (90, 7))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=24),
+    n_decoding=st.integers(0, 12),
+    arrivals=st.lists(st.integers(0, 3), max_size=40),
+    quantum=st.sampled_from([128, 512, 2048]),
+    mixed=st.sampled_from([32, 128, 512]),
+    every=st.integers(1, 5),
+)
+def test_nobody_starves_and_no_launch_is_too_large(
+    lengths: list[int], n_decoding: int, arrivals: list[int], quantum: int, mixed: int, every: int
+) -> None:
+    """Whoever stands at place p of the queue has its turn within p launches, and those are never far apart, whoever comes later."""
+    config = replace(CONFIG, slots=200, prefill_quantum=quantum, mixed_prefill_quantum=mixed, decode_steps_per_prefill=every)
+    packs, turns = pack_buckets(config.slots, config.ctx, quantum, mixed), Turns()
+    decoding = [generating(slot) for slot in range(n_decoding)]
+    waiting = [prefilling(100 + i, n) for i, n in enumerate(lengths)]
+    allowed = {session.id: place for place, session in enumerate(waiting)}  # launches that may still go by before its turn
+    coming = iter(arrivals)
+    for number in range(1000):
+        for _ in range(next(coming, 0)):
+            newcomer = prefilling(1000 + len(allowed), 5)
+            waiting.append(newcomer)
+            allowed[newcomer.id] = len(waiting) - 1
+        todo = plan_next([*decoding, *waiting], 0, config, turns, quantum, packs)
+        steps_before, turns = turns.decode_steps, turns.after(todo)
+        if not isinstance(todo, Prefill):
+            assert isinstance(todo, Decode) and turns.decode_steps <= every
+            continue
+        assert steps_before >= (number > 0 and n_decoding > 0)
+        shape = prefill_shape(todo.n_tokens, chunk_buckets(config.ctx, quantum, mixed), packs)
+        assert shape.n_rows * shape.n_tokens <= max(quantum, mixed)
+        assert 2 * len(todo.rows) >= shape.n_rows
+        assert max(todo.n_tokens) <= (mixed if n_decoding else quantum)
+        launch(todo)
+        for session in waiting:
+            assert session in todo.rows or allowed[session.id] > 0, "it was not its turn"
+            allowed[session.id] -= 1
+        waiting = [session for session in waiting if session.n_unfed]
+        for session in todo.rows:
+            allowed[session.id] = len(waiting)
+        if not waiting:
+            return
+    raise AssertionError("prompts are still waiting")

@@ -10,7 +10,7 @@ import pytest
 
 from ds4jax import Engine
 from ds4jax.serving.engine.api import SamplingParams
-from ds4jax.serving.engine.device import Row
+from ds4jax.serving.engine.device import Chunk, Row
 from ds4jax.serving.engine.programs import SlotState
 from ds4jax.serving.engine.runner import DeviceCache, Runner
 from tests.model.oracle import SMOOTH
@@ -27,7 +27,7 @@ def feed(runner: Runner, slot: int, tokens: Sequence[int]) -> np.ndarray:
     """Prefill in chunks; the last logits [V]."""
     size = runner.prefill_buckets[-1]
     for first in range(0, len(tokens), size):
-        step = runner.prefill(slot, tokens[first : first + size], GREEDY)
+        step = runner.prefill([Chunk(slot, tokens[first : first + size], GREEDY)])
     return step.logits()[0]
 
 

@@ -209,7 +209,8 @@ class EngineStats:
     steps counts decode launches by bucket; rows counts live rows by bucket, so occupancy of a bucket is rows / (steps * bucket).
     batches counts decode launches by their live rows. prompt_tokens: of the prompts that got a slot, cached_tokens: those of them that
     were there already. reuses: requests by what they gained from: "live" (a slot continued as it was left), "rewind" or "fork".
-    snapshots: those taken. prefill_padding: tokens computed for nobody. kv_tokens: those that running requests hold in the cache now.
+    snapshots: those taken. prefill_chunks counts prefill launches, prefill_rows the prompts in them, prefill_padding their tokens that were
+    computed for nobody. kv_tokens: those that running requests hold in the cache now.
     """
 
     n_slots: int
@@ -230,6 +231,7 @@ class EngineStats:
     batches: dict[int, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     prefill_padding: int = 0
+    prefill_rows: int = 0
     coalesce_windows: int = 0
     kv_tokens: int = 0
     reuses: dict[str, int] = field(default_factory=dict)

@@ -19,7 +19,8 @@ from ds4jax.model.sampling import RowSampling
 from ds4jax.model.scores import TOP
 from ds4jax.model.steps import DecodeBatch, PrefillBatch
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingParams, TokenLogprobs
-from ds4jax.serving.engine.device import UNMASKED, MaskRule, Row
+from ds4jax.serving.engine.buckets import PrefillShape
+from ds4jax.serving.engine.device import Chunk, Row
 
 N_CONTROL = 12  # rows of the control array: slot, n, four sampling words, three sampling numbers, token, two of the mask's rule
 MOST_TOKENS = 1 << 30  # beyond any context; keeps positions within 32 bits
@@ -36,11 +37,14 @@ def decode_control(rows: Sequence[Row], bucket: int, n_slot: int) -> np.ndarray:
     return control
 
 
-def prefill_control(slot: int, tokens: Sequence[int], sampling: SamplingParams, bucket: int, mask: MaskRule = UNMASKED) -> np.ndarray:
-    """Pack a prefill chunk of one row: int32 [N_CONTROL + bucket], the tokens last."""
-    control = np.zeros(N_CONTROL + bucket, np.int32)
-    control[:N_CONTROL] = (slot, len(tokens), *_words(sampling), 0, mask.after, mask.barred)
-    control[N_CONTROL : N_CONTROL + len(tokens)] = tokens
+def prefill_control(chunks: Sequence[Chunk], shape: PrefillShape, n_slot: int) -> np.ndarray:
+    """Pack a prefill launch: int32 [N_CONTROL + tokens, rows], a column for each chunk, its tokens last. Padding rows as above."""
+    control = np.zeros((N_CONTROL + shape.n_tokens, shape.n_rows), np.int32)
+    control[0, len(chunks) :], control[10:N_CONTROL, len(chunks) :] = n_slot, NEVER
+    for row, chunk in enumerate(chunks):
+        n = len(chunk.tokens)
+        control[:N_CONTROL, row] = (chunk.slot, n, *_words(chunk.sampling), 0, chunk.mask.after, chunk.mask.barred)
+        control[N_CONTROL : N_CONTROL + n, row] = chunk.tokens
     return control
 
 
@@ -85,14 +89,12 @@ def unpack_decode(control: jax.Array) -> tuple[DecodeBatch, RowSampling]:
 
 def unpack_prefill(control: jax.Array) -> tuple[PrefillBatch, RowSampling]:
     """Take a prefill control apart, inside a program."""
-    head = control[:N_CONTROL, None]
-    return PrefillBatch(control[None, N_CONTROL:], head[0], head[1]), _sampling(head)
+    return PrefillBatch(control[N_CONTROL:].T, control[0], control[1]), _sampling(control)
 
 
 def unpack_mask(control: jax.Array, table: jax.Array, fed: jax.Array) -> RowMask:
-    """Take the rules of masks from a decode control, or from the head of a prefill control, inside a program."""
-    rule = control[10:N_CONTROL].reshape(2, -1)
-    return RowMask(table, fed, rule[0], rule[1])
+    """Take the rules of masks from a control of either kind, inside a program."""
+    return RowMask(table, fed, control[10], control[11])
 
 
 def _sampling(control: jax.Array) -> RowSampling:

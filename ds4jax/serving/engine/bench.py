@@ -26,7 +26,7 @@ from ds4jax.model.spec import ModelSpec
 from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, SamplingParams, Token, TokenLogprobs
 from ds4jax.serving.engine.buckets import chunk_buckets, nearest
 from ds4jax.serving.engine.core import EngineCore, monotonic_us
-from ds4jax.serving.engine.device import Row, StepHandle
+from ds4jax.serving.engine.device import Chunk, Row, StepHandle
 from ds4jax.serving.engine.programs import Shapes
 from ds4jax.serving.engine.runner import DeviceCache, Runner
 
@@ -216,7 +216,7 @@ def measure_prefill(runner: MeasuredRunner, chunk: int, n_prompt: int, repeats: 
         runner.settle()
         started, last = time.perf_counter(), None
         for first in range(0, n_prompt, chunk):
-            step = runner.prefill(0, tokens[first : first + chunk], sampling)
+            step = runner.prefill([Chunk(0, tokens[first : first + chunk], sampling)])
             if last is not None:
                 last.tokens()
             last = step

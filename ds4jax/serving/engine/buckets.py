@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 _SMALLEST_CHUNK = 128
 _CHUNK_GROWTH = 4
+_PACK_ROWS = (4, 16)
+
+
+class PrefillShape(NamedTuple):
+    """A padded prefill launch: pieces of so many prompts, of so many tokens each."""
+
+    n_rows: int
+    n_tokens: int
 
 
 def row_buckets(n_slots: int) -> tuple[int, ...]:
@@ -31,6 +40,34 @@ def chunk_buckets(ctx: int, prefill_quantum: int, mixed_quantum: int) -> tuple[i
         lengths.add(length)
         length *= _CHUNK_GROWTH
     return tuple(sorted({min(length, ctx) for length in lengths}))
+
+
+def pack_buckets(n_slots: int, ctx: int, prefill_quantum: int, mixed_quantum: int) -> tuple[PrefillShape, ...]:
+    """List the shapes of prefill launches that take pieces of several prompts, ascending.
+
+    Their pieces are as long as the shortest chunk: on an accelerator so few tokens cost as much as four times as many, because all experts'
+    weights are read for either. All rows together have no more tokens than the longest chunk, which so bounds every launch: its time, for
+    which those who decode stand still, and its scratch. A shape without slots for half of its rows is left out.
+    """
+    n_tokens = min(_SMALLEST_CHUNK, mixed_quantum, ctx)
+    most = min(n_slots, prefill_quantum // n_tokens)
+    return tuple(PrefillShape(min(n, most), n_tokens) for n in _PACK_ROWS if 1 < most and n <= 2 * most)
+
+
+def fullest(packs: Sequence[PrefillShape], n: int) -> PrefillShape | None:
+    """Find the largest shape of which n rows fill at least a half; None where there is none for two rows or more."""
+    return next((pack for pack in reversed(packs) if 1 < n and pack.n_rows <= 2 * n), None)
+
+
+def prefill_shape(lengths: Sequence[int], chunks: Sequence[int], packs: Sequence[PrefillShape]) -> PrefillShape:
+    """Find the smallest shape that holds pieces of these lengths, in tokens. Raises ValueError as `nearest` does."""
+    longest = max(lengths)
+    if len(lengths) == 1:
+        return PrefillShape(1, nearest(chunks, longest))
+    for pack in packs:
+        if len(lengths) <= pack.n_rows and longest <= pack.n_tokens:
+            return pack
+    raise ValueError(f"no shape of {tuple(map(tuple, packs))} holds {len(lengths)} pieces of up to {longest} tokens")
 
 
 def nearest(buckets: Sequence[int], n: int) -> int:

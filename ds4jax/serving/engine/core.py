@@ -37,7 +37,7 @@ from ds4jax.errors import (
     RequestError,
 )
 from ds4jax.serving.engine.api import EngineStats, Event, FinishReason, GenerateRequest, Prefilled, Started, Token
-from ds4jax.serving.engine.buckets import nearest
+from ds4jax.serving.engine.buckets import nearest, prefill_shape
 from ds4jax.serving.engine.checks import check_adjustments, check_sampling, check_tokens
 from ds4jax.serving.engine.counters import Counters
 from ds4jax.serving.engine.device import Device, DeviceStepError
@@ -217,7 +217,8 @@ class EngineCore:
         """Plan, run, deliver: enqueue the next launch, then read the result of the one before."""
         self._take_masks()
         self._admit()
-        todo = plan(list(self._slots.residents()), now_us, self._config, self._turns, self._device.prefill_buckets[-1])
+        chunks, packs = self._device.prefill_buckets, self._device.pack_buckets
+        todo = plan(list(self._slots.residents()), now_us, self._config, self._turns, chunks[-1], packs)
         self._watch_window(todo, now_us)
         if isinstance(todo, WaitUntil):
             return Step(self._take_events(), todo.us)
@@ -321,9 +322,10 @@ class EngineCore:
     def _keep_those_of(self, launched: Prefill | Decode) -> None:
         """Keep states behind a step that was just launched, in memory and on disk."""
         if self._disk is not None:
-            self._disk.launched(launched.sessions)
+            self._disk.launched(launched.rows)
         if isinstance(launched, Prefill):
-            self._keeping.keep_on_the_way(launched.session)
+            for session in launched.rows:
+                self._keeping.keep_on_the_way(session)
 
     def _try(self, operation: Callable[[], None], *sessions: Session) -> bool:
         """Ask something of the device beside the steps; a failure ends these sessions. Says whether it went well."""
@@ -375,7 +377,8 @@ class EngineCore:
 
     def _count(self, launched: Prefill | Decode) -> None:
         if isinstance(launched, Prefill):
-            self._counters.prefilled(launched.n_tokens, nearest(self._device.prefill_buckets, launched.n_tokens))
+            shape = prefill_shape(launched.n_tokens, self._device.prefill_buckets, self._device.pack_buckets)
+            self._counters.prefilled(launched.n_tokens, shape)
         else:
             self._counters.decoded(len(launched.rows), nearest(self._device.decode_buckets, len(launched.rows)))
 
@@ -411,7 +414,7 @@ class EngineCore:
         if token < 0 and self._disk is not None:
             self._disk.doubt(session)
         if isinstance(outcome.launch.plan, Prefill):
-            n_done = outcome.launch.n_done
+            n_done = outcome.launch.n_done[index]
             if not session.is_manual:
                 self._events.append(Prefilled(session.id, session.seen(n_done), session.seen(session.prompt_end)))
             if n_done < session.prompt_end:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ds4jax.serving.engine.api import EngineStats
+from ds4jax.serving.engine.buckets import PrefillShape
 from ds4jax.serving.engine.device import Device
 from ds4jax.serving.engine.session import Session, State
 
@@ -24,6 +25,7 @@ class Counters:
     saves: Counter[str] = field(default_factory=Counter)
     failed_saves: int = 0
     prefill_chunks: int = 0
+    prefill_rows: int = 0
     prefill_tokens: int = 0
     prefill_padding: int = 0
     prompt_tokens: int = 0
@@ -40,11 +42,12 @@ class Counters:
         self.rows[bucket] += n_rows
         self.batches[n_rows] += 1
 
-    def prefilled(self, n_tokens: int, bucket: int) -> None:
-        """Count a prefill launch."""
+    def prefilled(self, lengths: Sequence[int], shape: PrefillShape) -> None:
+        """Count a prefill launch of pieces of these lengths."""
         self.prefill_chunks += 1
-        self.prefill_tokens += n_tokens
-        self.prefill_padding += bucket - n_tokens
+        self.prefill_rows += len(lengths)
+        self.prefill_tokens += sum(lengths)
+        self.prefill_padding += shape.n_rows * shape.n_tokens - sum(lengths)
 
     def admitted(self, n_prompt: int, n_cached: int, reuse: str | None) -> None:
         """Count a request that got a slot; reuse: what it gained from (`slots.Choice.reuse`, or disk)."""
@@ -70,6 +73,7 @@ class Counters:
             steps=dict(self.steps),
             rows=dict(self.rows),
             prefill_chunks=self.prefill_chunks,
+            prefill_rows=self.prefill_rows,
             prefill_tokens=self.prefill_tokens,
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,

@@ -15,6 +15,7 @@ import numpy as np
 
 from ds4jax.model.mask import ALWAYS, NEVER
 from ds4jax.serving.engine.api import GenerateRequest, SamplingParams, TokenLogprobs
+from ds4jax.serving.engine.buckets import PrefillShape
 from ds4jax.serving.engine.kvstore import Part
 
 
@@ -42,6 +43,16 @@ class Row:
 
     slot: int
     token: int | None
+    sampling: SamplingParams
+    mask: MaskRule = UNMASKED
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One row of a prefill launch: the next tokens of a slot's prompt. sampling: as of a `Row`, for the token behind the last one."""
+
+    slot: int
+    tokens: Sequence[int]
     sampling: SamplingParams
     mask: MaskRule = UNMASKED
 
@@ -109,17 +120,22 @@ class Device(Protocol):
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Padded chunk lengths (tokens) with a compiled program, ascending."""
+        """Padded lengths (tokens) of a prefill launch of one row with a compiled program, ascending."""
+        ...
+
+    @property
+    def pack_buckets(self) -> tuple[PrefillShape, ...]:
+        """Padded shapes of prefill launches of several rows with a compiled program, ascending; none: one row goes at a time."""
         ...
 
     def decode(self, rows: Sequence[Row]) -> StepHandle:
         """Enqueue one decode step of 1 to n_slots rows with distinct slots. Raises DeviceStepError."""
         ...
 
-    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams, mask: MaskRule = UNMASKED) -> StepHandle:
-        """Enqueue one prefill chunk that continues the slot; tokens: 1 to the largest prefill bucket.
+    def prefill(self, chunks: Sequence[Chunk]) -> StepHandle:
+        """Enqueue one prefill launch: a chunk of up to the largest prefill bucket, or several, of distinct slots, that a pack bucket holds.
 
-        The handle's single row belongs to the last token. Raises DeviceStepError.
+        The handle has a row for each chunk, which belongs to its last token. Raises DeviceStepError.
         """
         ...
 

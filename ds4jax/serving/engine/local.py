@@ -10,7 +10,7 @@ from ds4jax.model.model import Model
 from ds4jax.model.spec import ModelSpec
 from ds4jax.serving.engine import loop
 from ds4jax.serving.engine.api import SamplingParams
-from ds4jax.serving.engine.buckets import chunk_buckets, row_buckets
+from ds4jax.serving.engine.buckets import chunk_buckets, pack_buckets, row_buckets
 from ds4jax.serving.engine.kvstore import KVPolicy
 from ds4jax.serving.engine.memory import MemoryPlan, plan_memory, require_fit
 from ds4jax.serving.engine.programs import Program, ProgramStore, Shapes
@@ -30,6 +30,7 @@ def engine_shapes(spec: ModelSpec, config: EngineConfig, *, on_disk: bool = Fals
         chunk_buckets(config.ctx, config.prefill_quantum, config.mixed_prefill_quantum),
         config.n_snapshots,
         transfers=on_disk,
+        pack_buckets=pack_buckets(config.slots, config.ctx, config.prefill_quantum, config.mixed_prefill_quantum),
     )
 
 
@@ -76,7 +77,7 @@ class Engine(loop.Engine):
     ) -> None:
         config = config or EngineConfig(slots=slots, ctx=ctx, coalesce_us=coalesce_us)
         shapes = engine_shapes(model.spec, config, on_disk=kv_disk is not None)
-        plan = plan_memory(model.spec, shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1], n_snapshot=shapes.n_snapshot)
+        plan = plan_memory(model.spec, shapes.n_slot, shapes.n_ctx, shapes.prefill_shapes, n_snapshot=shapes.n_snapshot)
         if on_plan:
             on_plan(plan)
         require_fit(plan, model.spec)

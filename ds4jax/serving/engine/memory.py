@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import jax
 
 from ds4jax.errors import MemoryPlanError
+from ds4jax.model.attention import MOST_SCORES
 from ds4jax.model.spec import ModelSpec, abstract_model
+from ds4jax.serving.engine.buckets import PrefillShape
 from ds4jax.serving.engine.programs import init_pool, init_state
 
 HEADROOM = 0.04  # of the device, left to the allocator and the runtime
@@ -61,19 +64,24 @@ class MemoryPlan:
 
 
 def plan_memory(
-    spec: ModelSpec, n_slot: int, n_ctx: int, prefill_tokens: int = 2048, available_bytes: int | None = None, n_snapshot: int = 0
+    spec: ModelSpec,
+    n_slot: int,
+    n_ctx: int,
+    prefills: Sequence[PrefillShape] = (PrefillShape(1, 2048),),
+    available_bytes: int | None = None,
+    n_snapshot: int = 0,
 ) -> MemoryPlan:
     """Plan from shapes alone.
 
     Args:
-        prefill_tokens: the longest prefill chunk, which decides the scratch.
+        prefills: the shapes of prefill launches; the widest step decides the scratch.
         available_bytes: of the device; None asks it (free memory plus what this process does not hold yet).
         n_snapshot: snapshots of slots that are kept.
     """
     weights = _nbytes(abstract_model(spec).leaves)
     slot = slot_nbytes(spec, n_ctx)
     available = available_bytes if available_bytes is not None else device_bytes()
-    scratch = _scratch_nbytes(spec, max(min(prefill_tokens, n_ctx), n_slot))
+    scratch = max((_step_nbytes(spec, n_slot), *(_prefill_nbytes(spec, shape, n_ctx) for shape in prefills)))
     snapshots = _nbytes(jax.tree.leaves(jax.eval_shape(partial(init_pool, spec, n_snapshot)))) if n_snapshot else 0
     return MemoryPlan(n_slot, n_ctx, weights, slot, scratch, available, snapshots)
 
@@ -121,8 +129,20 @@ def _nbytes(leaves: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _scratch_nbytes(spec: ModelSpec, n_token: int) -> int:
-    """Estimate the temporaries of the widest step: streams, queries and expert activations, and the largest matrix decoded."""
+def _prefill_nbytes(spec: ModelSpec, shape: PrefillShape, n_ctx: int) -> int:
+    """Estimate the temporaries of a prefill launch. Kernels attend to a copy of each row's keys, and keep its tokens' scores for them."""
+    n_token = min(shape.n_tokens, n_ctx)
+    least = _step_nbytes(spec, shape.n_rows * n_token)
+    if not spec.kernels or 4 not in spec.config.compress_ratios:
+        return least
+    n_comp = n_ctx // 4
+    keys = shape.n_rows * (spec.config.n_window + n_token + n_comp) * spec.config.head_dim
+    scores = min(shape.n_rows * n_token * n_comp, MOST_SCORES)
+    return least + 2 * keys + 4 * scores
+
+
+def _step_nbytes(spec: ModelSpec, n_token: int) -> int:
+    """Estimate the temporaries of a step of so many tokens: streams, queries and expert activations, and the largest matrix decoded."""
     c = spec.config
     a_token = 3 * c.n_hc * c.n_embd + 3 * c.n_head * c.head_dim + 4 * c.n_expert_used * (c.n_ff + c.n_embd)
     widest = max(c.n_head * c.head_dim * c.q_lora_rank, c.n_out_group * c.o_lora_rank * c.n_embd, c.n_vocab * c.n_embd)

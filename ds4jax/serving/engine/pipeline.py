@@ -19,13 +19,13 @@ from ds4jax.serving.engine.session import Session
 class Launch:
     """One enqueued step; a launch that failed holds its failure where the handle would be.
 
-    n_done: prompt tokens that a prefill chunk completes, those before it included.
+    n_done: prompt tokens that the chunk of each row of a prefill launch completes, those before it included.
     """
 
     plan: Prefill | Decode
     handle: StepHandle | DeviceStepError
     launched_us: int
-    n_done: int
+    n_done: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        return self.launch.plan.sessions
+        return self.launch.plan.rows
 
 
 class Pipeline:
@@ -72,10 +72,11 @@ class Pipeline:
         """Enqueue a step and note it in its sessions; says whether the device took it."""
         now_us = self._clock_us()
         handle = self._enqueue(plan)
-        n_done = 0
+        n_done: tuple[int, ...] = ()
         if isinstance(plan, Prefill):
-            plan.session.chunk_launched(plan.n_tokens, now_us)
-            n_done = plan.session.n_fed
+            for session, n_tokens in zip(plan.rows, plan.n_tokens, strict=True):
+                session.chunk_launched(n_tokens, now_us)
+            n_done = tuple(session.n_fed for session in plan.rows)
         else:
             for session in plan.rows:
                 session.row_launched(now_us)
@@ -87,30 +88,28 @@ class Pipeline:
         try:
             if isinstance(plan, Decode):
                 return self._device.decode([session.next_row() for session in plan.rows])
-            session = plan.session
-            assert session.slot is not None
-            return self._device.prefill(session.slot, session.next_chunk(plan.n_tokens), session.sampling, session.mask_rule)
+            return self._device.prefill([session.next_chunk(n) for session, n in zip(plan.rows, plan.n_tokens, strict=True)])
         except DeviceStepError as error:
             return error
 
     def read(self) -> Outcome:
         """Wait for the oldest launch."""
         launch = self._launches.popleft()
-        for session in launch.plan.sessions:
+        for session in launch.plan.rows:
             session.n_unread -= 1
         try:
             if isinstance(launch.handle, DeviceStepError):
                 raise launch.handle
             tokens = launch.handle.tokens()
-            wanted = any(_wants_logits(session, launch) for session in launch.plan.sessions)
+            wanted = any(_wants_logits(session, launch, row) for row, session in enumerate(launch.plan.rows))
             logits = launch.handle.logits() if wanted else None
-            n_top = [session.sampling.logprobs for session in launch.plan.sessions]
+            n_top = [session.sampling.logprobs for session in launch.plan.rows]
             logprobs = launch.handle.logprobs(n_top) if any(n is not None for n in n_top) else [None] * len(n_top)
         except DeviceStepError as error:
             return Outcome(launch, self._clock_us() - launch.launched_us, [], None, error=error)
         return Outcome(launch, self._clock_us() - launch.launched_us, tokens, logits, logprobs)
 
 
-def _wants_logits(session: Session, launch: Launch) -> bool:
+def _wants_logits(session: Session, launch: Launch, row: int) -> bool:
     """Whether this launch ends the call of a manual session."""
-    return session.is_manual and not session.finished and (isinstance(launch.plan, Decode) or launch.n_done == session.prompt_end)
+    return session.is_manual and not session.finished and (isinstance(launch.plan, Decode) or launch.n_done[row] == session.prompt_end)

@@ -34,10 +34,11 @@ from ds4jax.model.spec import FlatModel, ModelSpec, abstract_model
 from ds4jax.model.steps import decode_step, prefill_chunk
 from ds4jax.model.transfer import Arrays, export_rows, export_state, import_rows, import_state
 from ds4jax.serving.engine import batch
+from ds4jax.serving.engine.buckets import PrefillShape
 from ds4jax.serving.engine.log import logger
 
 Leaves = Sequence[Any]
-Key = tuple[str, int]  # ("decode", rows), ("prefill", tokens), or one of SLOT_KEYS
+Key = tuple[str, *tuple[int, ...]]  # ("decode", rows), ("prefill", tokens), ("prefill", rows, tokens), or one of SLOT_KEYS
 SLOT_KEYS: tuple[Key, ...] = (("clear", 0), ("adjust", 0))
 SNAPSHOT_KEYS: tuple[Key, ...] = (("save", 0), ("restore", 0))
 TRANSFER_KEYS: tuple[Key, ...] = (("export_state", 0), ("export_rows", 0), ("import_state", 0), ("import_rows", 0))
@@ -47,6 +48,7 @@ TRANSFER_KEYS: tuple[Key, ...] = (("export_state", 0), ("export_rows", 0), ("imp
 class Shapes:
     """What an engine compiles for.
 
+    prefill_buckets: lengths of prefill launches of one row; pack_buckets: shapes of those of several.
     n_snapshot: states of slots that are kept. transfers: whether slots also go to files and come from there.
     """
 
@@ -57,6 +59,7 @@ class Shapes:
     prefill_buckets: tuple[int, ...]
     n_snapshot: int = 0
     transfers: bool = False
+    pack_buckets: tuple[PrefillShape, ...] = ()
 
     @property
     def slot_keys(self) -> tuple[Key, ...]:
@@ -64,11 +67,16 @@ class Shapes:
         return (*SLOT_KEYS, *(SNAPSHOT_KEYS if self.n_snapshot else ()), *(TRANSFER_KEYS if self.transfers else ()))
 
     @property
+    def prefill_shapes(self) -> tuple[PrefillShape, ...]:
+        """The shapes of all prefill launches."""
+        return (*(PrefillShape(1, n) for n in self.prefill_buckets), *self.pack_buckets)
+
+    @property
     def keys(self) -> tuple[Key, ...]:
         """All programs, the ones needed first first."""
         rows = [("decode", n) for n in self.decode_buckets]
         chunks = [("prefill", n) for n in self.prefill_buckets]
-        return (*self.slot_keys, *chunks, *rows)
+        return (*self.slot_keys, *chunks, *rows, *map(prefill_key, self.pack_buckets))
 
     def abstract_state(self) -> SlotState:
         """Return what the slots hold as shapes."""
@@ -79,6 +87,11 @@ class Shapes:
         """Return the pool of snapshots as shapes."""
         pool: Snapshots = jax.eval_shape(partial(init_pool, self.spec, self.n_snapshot))
         return pool
+
+
+def prefill_key(shape: PrefillShape) -> Key:
+    """Name the program of a prefill launch."""
+    return ("prefill", shape.n_tokens) if shape.n_rows == 1 else ("prefill", *shape)
 
 
 @dataclass(frozen=True)
@@ -94,8 +107,9 @@ class Program:
 
     @property
     def name(self) -> str:
-        """For logs and errors: decode[4]."""
-        return f"{self.key[0]}[{self.key[1]}]" if self.key[1] else self.key[0]
+        """For logs and errors: decode[4], prefill[512], prefill[4x128]."""
+        kind, *sizes = self.key
+        return f"{kind}[{'x'.join(map(str, sizes))}]" if any(sizes) else kind
 
 
 # ---------------------------------------------------------------- what is compiled
@@ -195,7 +209,7 @@ def lower(shapes: Shapes, key: Key) -> Any:
     """Trace and lower one program from shapes alone. Arguments and results are flat tuples: a stored program holds no types of ours."""
     leaves, tree = jax.tree.flatten(shapes.abstract_state())
     state_leaves = tuple(leaves)
-    kind, n = key
+    kind, *sizes = key
     slot = jax.ShapeDtypeStruct((), jnp.int32)
     if kind == "clear":
         return jax.jit(partial(_clear, tree), donate_argnums=0).lower(state_leaves, slot)
@@ -212,7 +226,8 @@ def lower(shapes: Shapes, key: Key) -> Any:
         return jax.jit(partial(_restore, tree, pool_tree), donate_argnums=0).lower(state_leaves, slot, tuple(pool), where)
     flat = abstract_model(shapes.spec)
     function: Callable[..., Any] = _decode if kind == "decode" else _prefill
-    control = (batch.N_CONTROL, n) if kind == "decode" else (batch.N_CONTROL + n,)
+    n_rows, n_tokens = (sizes[0], 0) if kind == "decode" else (1, *sizes)[-2:]
+    control = (batch.N_CONTROL + n_tokens, n_rows)
     masks = jax.ShapeDtypeStruct((shapes.n_slot, n_words(shapes.spec.config.n_vocab)), jnp.uint32)
     jitted = jax.jit(partial(function, flat, shapes.spec, tree), donate_argnums=1)
     return jitted.lower(tuple(flat.leaves), state_leaves, masks, jax.ShapeDtypeStruct(control, jnp.int32))
@@ -234,7 +249,7 @@ class ProgramStore:
 
     def path(self, shapes: Shapes, key: Key) -> Path | None:
         """Where a program of these shapes is kept."""
-        return None if self.directory is None else self.directory / f"{key[0]}-{key[1]}-{fingerprint(shapes, key)}.xla"
+        return None if self.directory is None else self.directory / f"{'-'.join(map(str, key))}-{fingerprint(shapes, key)}.xla"
 
     def has(self, shapes: Shapes, key: Key) -> bool:
         """Whether the program was compiled before."""

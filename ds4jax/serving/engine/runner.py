@@ -19,12 +19,22 @@ from ds4jax.model.mask import n_words
 from ds4jax.model.model import Model
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingParams, TokenLogprobs
-from ds4jax.serving.engine.buckets import nearest
+from ds4jax.serving.engine.buckets import PrefillShape, nearest, prefill_shape
 from ds4jax.serving.engine.copies import Exported
-from ds4jax.serving.engine.device import UNMASKED, DeviceStepError, MaskRule, Row
+from ds4jax.serving.engine.device import Chunk, DeviceStepError, Row
 from ds4jax.serving.engine.kvstore import Part
 from ds4jax.serving.engine.log import logger
-from ds4jax.serving.engine.programs import Key, Program, ProgramStore, Shapes, compile_all, init_pool, init_state, needed_first
+from ds4jax.serving.engine.programs import (
+    Key,
+    Program,
+    ProgramStore,
+    Shapes,
+    compile_all,
+    init_pool,
+    init_state,
+    needed_first,
+    prefill_key,
+)
 
 
 class DeviceCache:
@@ -87,6 +97,7 @@ class Runner:
         self.programs: dict[Key, Program] = {}
         self._decode_buckets: tuple[int, ...] = ()
         self._prefill_buckets: tuple[int, ...] = ()
+        self._pack_buckets: tuple[PrefillShape, ...] = ()
         first, later = needed_first(shapes, store) if early else (shapes.keys, ())
         for program in compile_all(shapes, store, first):
             self._adopt(program)
@@ -140,8 +151,13 @@ class Runner:
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Chunk lengths of the prefill programs that are ready."""
+        """Chunk lengths of the prefill programs of one row that are ready."""
         return self._prefill_buckets
+
+    @property
+    def pack_buckets(self) -> tuple[PrefillShape, ...]:
+        """Shapes of the prefill programs of several rows that are ready."""
+        return self._pack_buckets
 
     # ------------------------------------------------------------------ steps
     def decode(self, rows: Sequence[Row]) -> Step:
@@ -151,11 +167,11 @@ class Runner:
         step.expect_logprobs(row.sampling for row in rows)
         return step
 
-    def prefill(self, slot: int, tokens: Sequence[int], sampling: SamplingParams, mask: MaskRule = UNMASKED) -> Step:
-        """Enqueue one prefill chunk; see `Device.prefill`."""
-        bucket = nearest(self.prefill_buckets, len(tokens))
-        step = self._launch(("prefill", bucket), batch.prefill_control(slot, tokens, sampling, bucket, mask), 1)
-        step.expect_logprobs([sampling])
+    def prefill(self, chunks: Sequence[Chunk]) -> Step:
+        """Enqueue one prefill launch; see `Device.prefill`."""
+        shape = prefill_shape([len(chunk.tokens) for chunk in chunks], self.prefill_buckets, self.pack_buckets)
+        step = self._launch(prefill_key(shape), batch.prefill_control(chunks, shape, self.n_slots), len(chunks))
+        step.expect_logprobs(chunk.sampling for chunk in chunks)
         return step
 
     def clear(self, slot: int) -> None:
@@ -256,6 +272,7 @@ class Runner:
         self.programs[program.key] = program
         self._decode_buckets = tuple(n for n in self.shapes.decode_buckets if ("decode", n) in self.programs)
         self._prefill_buckets = tuple(n for n in self.shapes.prefill_buckets if ("prefill", n) in self.programs)
+        self._pack_buckets = tuple(pack for pack in self.shapes.pack_buckets if prefill_key(pack) in self.programs)
         if self._on_program:
             self._on_program(program)
 
@@ -307,8 +324,9 @@ class Runner:
         outside = self.n_slots
         sampling = SamplingParams(seed=0)
         last: Any = None
-        for bucket in self.prefill_buckets:
-            last = self._launch(("prefill", bucket), batch.prefill_control(outside, [0], sampling, bucket), 1)
+        for shape in self.shapes.prefill_shapes:
+            if prefill_key(shape) in self.programs:
+                last = self._launch(prefill_key(shape), batch.prefill_control([Chunk(outside, [0], sampling)], shape, outside), 1)
         for bucket in self.decode_buckets:
             last = self._launch(("decode", bucket), batch.decode_control([Row(outside, 0, sampling)], bucket, outside), 1)
         self.clear(0)

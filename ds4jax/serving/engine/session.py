@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +13,10 @@ from functools import cached_property
 from ds4jax.errors import Ds4jaxError
 from ds4jax.model.mask import NEVER
 from ds4jax.serving.engine.api import Finish, FinishReason, GenerateRequest, Matcher, SamplingParams, Zones
-from ds4jax.serving.engine.device import MASKED, UNMASKED, MaskRule, Row
+from ds4jax.serving.engine.device import MASKED, UNMASKED, Chunk, MaskRule, Row
 
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
+_ORDER = itertools.count()
 _MOST_LONGER = 64  # tokens that an answer may lose to a prompt which is kept in more tokens than it was sent in
 
 
@@ -51,6 +53,7 @@ class Session:
         self.n_fed = 0
         self.n_cached = 0
         self.n_generated = 0
+        self.queued = 0  # when its prompt began to wait for its next piece to be launched: an order, not a time
         self.n_unread = 0  # launches whose result was not read yet
         self.intact = True  # the slot holds what was fed; False after a failure
         self.counts_as_active = False  # manual sessions: others wait a window for it
@@ -136,7 +139,11 @@ class Session:
         """Move into a slot that holds the first n_cached tokens of the prompt."""
         self.slot, self.n_cached, self.n_fed = slot, n_cached, n_cached
         if not self.is_manual:
-            self.state = State.PREFILLING
+            self._wait_for_chunk()
+
+    def _wait_for_chunk(self) -> None:
+        """Stand at the end of those whose prompts are to be read on."""
+        self.state, self.queued = State.PREFILLING, next(_ORDER)
 
     @property
     def n_unfed(self) -> int:
@@ -164,9 +171,11 @@ class Session:
         other, position = self.builder
         return other.state is State.PREFILLING and other.n_fed < position
 
-    def next_chunk(self, n_tokens: int) -> list[int]:
-        """List the next n_tokens of the prompt."""
-        return self.tokens[self.n_fed : min(self.n_fed + n_tokens, self.prompt_end)]
+    def next_chunk(self, n_tokens: int) -> Chunk:
+        """Make a row of a prefill launch of the next n_tokens of the prompt."""
+        assert self.slot is not None
+        tokens = self.tokens[self.n_fed : min(self.n_fed + n_tokens, self.prompt_end)]
+        return Chunk(self.slot, tokens, self.sampling, self.mask_rule)
 
     def chunk_launched(self, n_tokens: int, now_us: int) -> None:
         """Note that a chunk was enqueued; the last one also samples the first token."""
@@ -174,6 +183,8 @@ class Session:
         self.n_unread += 1
         if self.n_unfed == 0:
             self._sampling_launched(now_us)
+        else:
+            self._wait_for_chunk()
 
     def next_row(self) -> Row:
         """Make the row of the next decode step; a driven session's token is taken where it was sampled, on the device."""
@@ -274,7 +285,8 @@ class Session:
         """Append tokens to be prefilled. Prefilling is not generating, so nobody waits for this session until it decodes."""
         self.tokens.extend(tokens)
         self.prompt_end = len(self.tokens)
-        self.state, self.counts_as_active = State.PREFILLING, False
+        self.counts_as_active = False
+        self._wait_for_chunk()
 
     def feed_token(self, token: int, now_us: int) -> None:
         """Append one token to be decoded."""

@@ -44,6 +44,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("ds4jax_cached_tokens", "Prompt tokens found in the cache.", stats.cached_tokens)
     yield CounterMetricFamily("ds4jax_snapshots", "Snapshots taken of slots.", stats.snapshots)
     yield CounterMetricFamily("ds4jax_prefill_chunks", "Prefill launches.", stats.prefill_chunks)
+    yield CounterMetricFamily("ds4jax_prefill_rows", "Prompts of which prefill launches took a piece.", stats.prefill_rows)
     yield CounterMetricFamily("ds4jax_prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)
     yield CounterMetricFamily("ds4jax_prefill_padding_tokens", "Tokens of prefill launches that nobody used.", stats.prefill_padding)
     yield CounterMetricFamily("ds4jax_generated_tokens", "Tokens delivered.", stats.generated_tokens)
