@@ -92,7 +92,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(st.lists(requests, min_size=1, max_size=8), st.integers(1, 4), st.data())
 def test_everybody_is_given_what_they_would_be_given_alone(asked: list[GenerateRequest], n_slots: int, data: st.DataObject) -> None:
     core, clock = engine_over(HotDevice(n_slots=n_slots, n_ctx=N_CTX))

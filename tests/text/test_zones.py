@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds4jax.text import to_text
@@ -122,6 +122,7 @@ plain = st.none() | st.booleans() | st.integers() | strings
 members = st.dictionaries(strings, plain | st.lists(plain, max_size=3) | st.dictionaries(strings, plain, max_size=2), max_size=4)
 
 
+@settings(max_examples=40)
 @given(members)
 def test_payload_is_what_a_call_carries_as_strings(members: dict[str, object]) -> None:
     text = to_text(call_block([ToolCall("id", "f", json.dumps(members))]))
