@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from ds4jax import Engine
+from ds4jax.config import EngineConfig
 from ds4jax.errors import StaleCacheError
 from ds4jax.model.cache import KVCache, copy_slot, export_slot, import_slot
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import SamplingParams
 from ds4jax.serving.engine.device import Chunk, Row
-from ds4jax.serving.engine.local import program_directory
+from ds4jax.serving.engine.local import engine_shapes, program_directory
 from ds4jax.serving.engine.programs import Program, ProgramStore, SlotState, prefill_key
 from ds4jax.serving.engine.runner import DeviceCache, Runner
 from tests.model.oracle import SMOOTH, TOLERANCE
@@ -197,6 +198,12 @@ def test_a_second_start_compiles_nothing(loaded: tuple[Runner, list[Program]]) -
     runner, found = loaded
     assert [p.key for p in found] == list(runner.shapes.keys)
     assert all(p.from_disk for p in found) and runner.compile_misses == 0
+
+
+def test_only_kernels_take_packs_of_many_rows(runner: Runner) -> None:
+    plain, kernels = (dataclasses.replace(runner.shapes.spec, kernels=kernels) for kernels in (False, True))
+    assert engine_shapes(plain, EngineConfig(slots=64)).pack_buckets == ((4, 128),)
+    assert engine_shapes(kernels, EngineConfig(slots=64)).pack_buckets == ((4, 128), (16, 128))
 
 
 def test_a_damaged_stored_program_is_compiled_again(loaded: tuple[Runner, list[Program]], tmp_path: object) -> None:

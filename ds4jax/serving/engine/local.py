@@ -22,6 +22,9 @@ from ds4jax.text.stream import Utf8Decoder
 
 def engine_shapes(spec: ModelSpec, config: EngineConfig, *, on_disk: bool = False) -> Shapes:
     """List what an engine of this configuration compiles. on_disk: whether it keeps sessions there."""
+    packs = pack_buckets(config.slots, config.ctx, config.prefill_quantum, config.mixed_prefill_quantum)
+    # Plain array code takes as long as it has tokens: many rows would gain nothing, and the first of them wait for the last.
+    packs = packs if spec.kernels else packs[:1]
     return Shapes(
         spec,
         config.slots,
@@ -30,7 +33,7 @@ def engine_shapes(spec: ModelSpec, config: EngineConfig, *, on_disk: bool = Fals
         chunk_buckets(config.ctx, config.prefill_quantum, config.mixed_prefill_quantum),
         config.n_snapshots,
         transfers=on_disk,
-        pack_buckets=pack_buckets(config.slots, config.ctx, config.prefill_quantum, config.mixed_prefill_quantum),
+        pack_buckets=packs,
     )
 
 
