@@ -323,6 +323,7 @@ def _scratch(executable: Any) -> int:
 def fingerprint(shapes: Shapes, key: Key) -> str:
     """Hash everything that decides a program: model, engine, bucket, versions, device, compiler flags and our own source."""
     device = jax.devices()[0]
+    options = ("jax_default", "jax_enable_x64", "jax_disable_most_optimizations")
     shapes = replace(shapes, transfers=False)
     if key not in SNAPSHOT_KEYS:  # to the others, the pool is nothing
         shapes = replace(shapes, n_snapshot=0)
@@ -334,7 +335,7 @@ def fingerprint(shapes: Shapes, key: Key) -> str:
         "device": [device.platform, device.device_kind, device.client.platform_version],
         "cpu": _cpu_features() if device.platform == "cpu" else "",
         "flags": os.environ.get("XLA_FLAGS", ""),
-        "options": sorted((k, str(v)) for k, v in jax.config.values.items() if k.startswith(("jax_default", "jax_enable_x64"))),
+        "options": sorted((k, str(v)) for k, v in jax.config.values.items() if k.startswith(options)),
         "source": _source_hash(),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
