@@ -105,6 +105,13 @@ def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
+def test_no_page_was_left_half_merged() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 5
+    marks = ("<" * 7 + " ", "=" * 7 + "\n", ">" * 7 + " ")
+    assert [page.name for page in pages for line in page.read_text("utf-8").splitlines(True) if line.startswith(marks)] == []
+
+
 def test_block_formats_have_one_home() -> None:
     wrong = []
     for path in SOURCES:

@@ -237,13 +237,19 @@ def test_a_slot_that_is_being_copied_is_not_given_away_but_not_for_ever(tmp_path
     other.close()
 
 
+def hold_reads(house: House, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let a house wait for what it reads from its folder until the event is set."""
+    gate = threading.Event()
+    store = house.core._disk.loads._store  # type: ignore[union-attr]
+    load = store.load
+    monkeypatch.setattr(store, "load", lambda entry: gate.wait(20) and load(entry))
+    return gate
+
+
 def test_who_waits_for_the_disk_is_passed_by_others(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     house.answer(*LONG[:75])
     other = House(house.folder)
-    gate = threading.Event()
-    store = other.core._disk.loads._store  # type: ignore[union-attr]
-    load = store.load
-    monkeypatch.setattr(store, "load", lambda entry: gate.wait(20) and load(entry))
+    gate = hold_reads(other, monkeypatch)
     first, second = other.ask(*LONG[:75]), other.ask(1, 2, 3)
     for _ in range(50):
         other.step()
@@ -345,9 +351,7 @@ def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
 def test_a_disk_that_never_answers_costs_the_saved_session_alone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     house.answer(*LONG[:75])
     other = House(house.folder)
-    gate = threading.Event()
-    store = other.core._disk.loads._store  # type: ignore[union-attr]
-    monkeypatch.setattr(store, "load", lambda entry: gate.wait(20) and None)
+    gate = hold_reads(other, monkeypatch)
     request_id = other.ask(*LONG[:75])
     other.step()
     other.clock.now_us += 60_000_000

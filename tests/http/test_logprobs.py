@@ -17,6 +17,16 @@ from tests.http.conftest import MakeApp, MakeEngine, MakeServer, Server
 from tests.http.fakes import EOS_ID, byte_tokenizer
 from tests.http.test_tools import CALL, TOOLS, block, says, tokens_of
 
+# What the scripted engine says of "h", with three alternatives, as OpenAI writes it.
+ENTRY_OF_H = {
+    "token": "h", "logprob": -1.04, "bytes": [104],
+    "top_logprobs": [
+        {"token": "h", "logprob": -1.04, "bytes": [104]},
+        {"token": "i", "logprob": -2.04, "bytes": [105]},
+        {"token": "j", "logprob": -9999.0, "bytes": [106]},
+    ],
+}  # fmt: skip
+
 HELLO: list[Any] = [{"role": "user", "content": "hé"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -42,14 +52,7 @@ async def test_chat_entries_are_as_openai_writes_them(make_app: MakeApp) -> None
     _, reply = await post(make_app(), CHAT, {"messages": HELLO, "thinking": False, "logprobs": True, "top_logprobs": 3})
     h, first, second = reply["choices"][0]["logprobs"]["content"]
     assert reply["choices"][0]["logprobs"]["refusal"] is None
-    assert h == {
-        "token": "h", "logprob": -1.04, "bytes": [104],
-        "top_logprobs": [
-            {"token": "h", "logprob": -1.04, "bytes": [104]},
-            {"token": "i", "logprob": -2.04, "bytes": [105]},
-            {"token": "j", "logprob": -9999.0, "bytes": [106]},
-        ],
-    }  # fmt: skip
+    assert h == ENTRY_OF_H
     assert [(entry["token"], entry["bytes"]) for entry in (first, second)] == [("\ufffd", [0xC3]), ("\ufffd", [0xA9])]
     assert reply["usage"]["completion_tokens"] == 3
 

@@ -45,9 +45,9 @@ def chunk_buckets(ctx: int, prefill_quantum: int, mixed_quantum: int) -> tuple[i
 def pack_buckets(n_slots: int, ctx: int, prefill_quantum: int, mixed_quantum: int) -> tuple[PrefillShape, ...]:
     """List the shapes of prefill launches that take pieces of several prompts, ascending.
 
-    Their pieces are as long as the shortest chunk: on an accelerator so few tokens cost as much as four times as many, because all experts'
-    weights are read for either. All rows together have no more tokens than the longest chunk, which so bounds every launch: its time, for
-    which those who decode stand still, and its scratch. A shape without slots for half of its rows is left out.
+    Their pieces are as long as the shortest chunk: so few tokens choose nearly every expert already, and an accelerator reads hardly more
+    weights for four times as many. All rows together have no more tokens than the longest chunk, which so bounds every launch: its time,
+    for which those who decode stand still, and its scratch. A shape without slots for half of its rows is left out.
     """
     n_tokens = min(_SMALLEST_CHUNK, mixed_quantum, ctx)
     most = min(n_slots, prefill_quantum // n_tokens)
