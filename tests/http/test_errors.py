@@ -89,6 +89,7 @@ async def test_deep_json_is_read_or_refused_but_never_breaks_the_reply(make_app:
         (CHAT, {"seed": 1 << 64}, "seed"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"max_tokens": True}, "max_tokens"),
+        (CHAT, {"max_tokens": 10**4299}, "max_tokens"),  # one more digit, and it is no JSON for us
         (CHAT, {"max_completion_tokens": -5}, "max_completion_tokens"),
         (CHAT, {"stop": 5}, "stop"),
         (CHAT, {"stop": ["a", 5]}, "stop[1]"),
@@ -138,6 +139,18 @@ async def test_a_bad_field_is_named(make_app: MakeApp, path: str, fields: dict[s
     error = check_shape(await response.get_json())
     assert (response.status_code, error["param"]) == (400, param), error
     assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"messages": [{"role": "x" * 100_000}]}, {"reasoning_effort": "x" * 100_000}, {"presence_penalty": 10**4000}]
+)
+async def test_an_error_does_not_send_back_all_that_was_sent(make_app: MakeApp, fields: dict[str, Any]) -> None:
+    response = await make_app().test_client().post(CHAT, json={"messages": HELLO, **fields})
+    error = check_shape(await response.get_json())
+    assert response.status_code == 400
+    assert error["param"] in error["message"]
+    assert "expected" in error["message"][-300:]
+    assert len(error["message"]) < 2100
 
 
 async def test_fields_that_ask_for_nothing_are_fine(make_app: MakeApp) -> None:

@@ -22,6 +22,7 @@ _DEFAULTS = SamplingParams()
 _SEED_RANGE = 1 << 63
 _ENGINE_SEEDS = 1 << 31  # as many as the engine itself draws from; larger and negative ones fold into them
 _ENGINE_TOP_K = (1 << 31) - 1  # far beyond any vocabulary; the engine's field is 32 bits wide
+_LARGEST = 1 << 64  # of whole numbers; JSON has them with thousands of digits, which Python refuses to write
 MOST_STOPS, LONGEST_STOP = 64, 1024  # strings, characters
 MOST_CHOICES = 128
 
@@ -179,6 +180,8 @@ def _whole(name: str, value: Number | None, default: int, *, least: int, most: i
         return default
     if value != int(value):
         raise RequestError(f"{name}: got {value}, expected a whole number", name)
+    if abs(value) > _LARGEST:
+        raise RequestError(f"{name}: the number is too large; send a smaller one", name)
     return _in_range(name, int(value), least, most)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from werkzeug.exceptions import HTTPException
@@ -16,6 +16,8 @@ from ds4jax.serving.http.responses_store import ResponseNotFoundError
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 INTERNAL = "internal_error"
+
+LONGEST_MESSAGE = 2000  # characters; many messages repeat what the client sent, which may be megabytes
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class Problem:
 
 def describe(error: Exception, *, body_limit_bytes: int) -> Problem:
     """Choose status, type and code for an error. Unknown ones become a 500 that tells nothing about our inside."""
+    problem = _describe(error, body_limit_bytes)
+    return replace(problem, message=_shortened(problem.message))
+
+
+def _shortened(message: str) -> str:
+    """Leave out the middle of a long message: the field stands at its beginning, what to do at its end."""
+    half = LONGEST_MESSAGE // 2
+    return message if len(message) <= LONGEST_MESSAGE else f"{message[:half]} … {message[-half:]}"
+
+
+def _describe(error: Exception, body_limit_bytes: int) -> Problem:
     match error:
         case ContextLengthError():
             sizes = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
