@@ -1,7 +1,8 @@
 """Grammars that an answer has to follow: compiled by llguidance, then walked token by token.
 
 Whoever writes a grammar may mean harm, so all of it is bounded: the length of the text, what compiling may build, and what one step may
-cost. Compiling takes milliseconds as a rule, and at the worst a few seconds, in which other threads of Python run.
+cost. Compiling takes milliseconds as a rule, and at the worst a few seconds, in which other threads of Python run. What cannot be bounded
+is tried in a process of its own first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ds4jax.errors import GrammarError, RequestError
 from ds4jax.text.dsml.strict import StrictCalls, calls_grammar
+from ds4jax.text.grammar_trial import complaint, needs_trial, parser_limits
 from ds4jax.text.tokenizer import Tokenizer
 
 LONGEST_GRAMMAR = 128 << 10  # characters; twice as many cost four times as much
@@ -94,6 +96,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._end_id, self.mark_id = tokenizer.eos_id, tokenizer.dsml_id
+        self._specials = tuple(sorted(tokenizer.special_literals))
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Description(tokenizer)))
 
     def compile_calls(self, calls: StrictCalls, param: str) -> CompiledGrammar:
@@ -112,10 +115,9 @@ class GrammarCompiler:
                 text = self._or_calls(text, calls)
         except Exception as error:  # the translation of GBNF raises whatever it does not expect
             raise _refusal(grammar, str(error)) from None
-        limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=300_000, step_lexer_fuel=100_000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
-        )
-        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        if needs_trial(text) and (reason := complaint(text, self._specials)) is not None:
+            raise _refusal(grammar, reason)
+        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
         begin = partial(_begin, matcher)
