@@ -153,6 +153,13 @@ async def test_an_error_does_not_send_back_all_that_was_sent(make_app: MakeApp, 
     assert len(error["message"]) < 2100
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/tokenize"])
+async def test_a_packed_body_is_refused_in_words(make_app: MakeApp, path: str) -> None:
+    response = await make_app().test_client().post(path, data=b"\x1f\x8b...", headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 400
+    assert "'gzip'" in (await response.get_json())["error"]["message"]
+
+
 async def test_fields_that_ask_for_nothing_are_fine(make_app: MakeApp) -> None:
     body = {
         "messages": HELLO, "n": 1, "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "auto", "logit_bias": {},

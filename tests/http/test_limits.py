@@ -24,3 +24,19 @@ def test_what_is_no_http_is_told_so_and_ends_the_connection(make_server: MakeSer
         while piece := sock.recv(1000):
             reply += piece
     assert reply.startswith(b"HTTP/1.1 400") and b"connection: close" in reply
+
+
+def test_web_sockets_are_refused_in_words(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    server = make_server(api_keys=("k",))
+    ask = (
+        b"Host: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(b"GET /v1/responses HTTP/1.1\r\n" + ask)
+        reply = b""
+        while b"}}" not in reply:
+            piece = sock.recv(1000)
+            assert piece, reply
+            reply += piece
+    assert reply.startswith(b"HTTP/1.1 400") and b"no web sockets" in reply
+    assert not caplog.records

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
+import orjson
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 from quart import Quart, Response, request
 
 from ds4jax.config import ServerConfig
@@ -12,7 +15,7 @@ from ds4jax.serving.engine.api import EngineClient
 from ds4jax.serving.http import anthropic, anthropic_events, openai, openai_common, openapi, responses, status, tokens
 from ds4jax.serving.http.access import add_access
 from ds4jax.serving.http.edge import Edge, ReleaseAtEnd, json_response
-from ds4jax.serving.http.problems import INTERNAL, describe
+from ds4jax.serving.http.problems import INTERNAL, Problem, describe
 from ds4jax.text.dsml import ReplayMemory
 from ds4jax.text.tokenizer import Tokenizer
 
@@ -31,7 +34,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig,
     app = Quart("ds4jax", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.body_limit_bytes
     app.extensions[EDGE] = edge
-    app.asgi_app = ReleaseAtEnd(app.asgi_app, edge)  # type: ignore[method-assign]
+    app.asgi_app = NoWebSockets(ReleaseAtEnd(app.asgi_app, edge))  # type: ignore[method-assign]
     app.register_blueprint(openai.blueprint(edge))
     app.register_blueprint(anthropic.blueprint(edge))
     app.register_blueprint(responses.blueprint(edge))
@@ -62,3 +65,20 @@ def _add_errors(app: Quart, body_limit_bytes: int) -> None:
         response = json_response(shape.error_object(problem), status=problem.status)
         response.headers.update(problem.headers)
         return response
+
+
+class NoWebSockets:
+    """ASGI middleware that refuses web sockets; the framework would look for their errors' handler, find that of requests, and fail."""
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        if scope["type"] != "websocket":
+            await self._app(scope, receive, send)
+            return
+        body = orjson.dumps(openai_common.error_object(Problem(400, "this server has no web sockets; send a plain HTTP request")))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await receive()  # that it wants to be let in
+        await send({"type": "websocket.http.response.start", "status": 400, "headers": headers})
+        await send({"type": "websocket.http.response.body", "body": body, "more_body": False})

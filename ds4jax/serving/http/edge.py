@@ -102,6 +102,9 @@ class Edge:
 
     @staticmethod
     async def _body() -> bytes:
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise RequestError(f"Content-Encoding: got {encoding!r}, and this server unpacks nothing; send the body as it is", "Content-Encoding")
         return cast(bytes, await request.get_data(as_text=False))
 
     @property
