@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -147,7 +149,7 @@ def _server(url: str | None, weights: list[str], slots: int, ctx: int, *, compil
         return
     engine = ["--batched-session", str(slots), "--ctx", str(ctx), *weights]
     command = [sys.executable, "-m", "ds4jax.cli", "serve", "--port", "0", *engine]
-    with tempfile.TemporaryDirectory(prefix="ds4jax-bench-") as folder:
+    with _ends_in_order(), tempfile.TemporaryDirectory(prefix="ds4jax-bench-") as folder:
         log = Path(folder) / "server.log"
         with log.open("wb") as stderr:
             if compiles_first:  # all buckets must be there: a server that still compiles some would be measured with the others
@@ -164,6 +166,21 @@ def _server(url: str | None, weights: list[str], slots: int, ctx: int, *, compil
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Make an exception of the signals that end a program at once, so that the block stops what it started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:

@@ -1,6 +1,10 @@
 """`ds4jax bench`: what is measured, and what is written down about it."""
 
 import csv
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +139,20 @@ def test_a_server_of_random_weights_is_measured(tmp_path: Path) -> None:
         "2",
     )  # both prompts may go together
     assert 1 <= float(both["rows"]) <= 2 and float(both["rows"]) * int(both["steps"]) == pytest.approx(10, rel=1e-3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are looked up in /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_benchmark_that_is_stopped_stops_its_server(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "ds4jax.cli", "bench", "serve", "--random", "tiny-q8", "--layers", "1"]
+    bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+    while not (server := children.read_text().split()):
+        assert bench.poll() is None
+        time.sleep(0.02)
+    bench.send_signal(number)
+    assert bench.wait(60) == 128 + number
+    assert not Path(f"/proc/{server[0]}").exists()
 
 
 def test_a_server_of_another_kind_has_no_counts_of_ours() -> None:

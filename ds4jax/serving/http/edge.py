@@ -104,7 +104,8 @@ class Edge:
     async def _body() -> bytes:
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
-            raise RequestError(f"Content-Encoding: got {encoding!r}, and this server unpacks nothing; send the body as it is", "Content-Encoding")
+            name = "Content-Encoding"
+            raise RequestError(f"{name}: got {encoding!r}, and this server unpacks nothing; send the body as it is", name)
         return cast(bytes, await request.get_data(as_text=False))
 
     @property
