@@ -114,7 +114,7 @@ def serve(
     is_early = random is None  # whoever measures random weights waits for every batch size
     opened = open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=is_early, random=random, layers=layers, disk=disk)
     with reserved, opened as (engine, tokenizer):
-        run(engine, tokenizer, server_settings, memory=memory, reserved=reserved, on_ready=lambda url: announce(url, choice.model_id))
+        run(engine, tokenizer, server_settings, memory=memory, reserved=reserved, on_ready=lambda url: announce(url, server_settings))
         compiling = engine.compiling
     if compiling:
         # A compilation cannot be interrupted, and an orderly exit would wait for it; nothing else is left to do or to save.
@@ -131,12 +131,15 @@ def template_of(path: Path | None) -> object:
     return GGUFFile(choose_path(path)).metadata.get("tokenizer.chat_template")
 
 
-def announce(url: str, model_id: str) -> None:
-    """Print the address, and a request that can be pasted into another terminal."""
+def announce(url: str, settings: ServerConfig) -> None:
+    """Print the address, and a request that can be pasted into another terminal. Keys stay where they are: terminals are shown around."""
     from ds4jax.cli.console import note
 
-    body = f'{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64, "thinking": false}}'
-    note(f"serving {model_id} at {url}\ntry:\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
+    body = f'{{"model": "{settings.model_id}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64, "thinking": false}}'
+    note(
+        f"serving {settings.model_id} at {url}\ntry:\n  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    )
 
 
 def change_directory(folder: Path) -> None:

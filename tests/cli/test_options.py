@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ds4jax.cli.ds4_flags import take_ds4_flags
 from ds4jax.cli.options import choose_backend, choose_model, engine_config, parse_address, read_number, read_switch
-from ds4jax.config import EngineConfig
+from ds4jax.cli.serve import announce
+from ds4jax.config import EngineConfig, ServerConfig
 from ds4jax.errors import ConfigError, ModelFileError
 
 pytestmark = pytest.mark.smoke
@@ -164,3 +165,10 @@ class TestDs4Flags:
     def test_refusals_say_what_to_do(self, arguments: list[str], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             take_ds4_flags(arguments, no_warning)
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+def test_the_request_to_try_says_where_the_key_goes_and_not_which(keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    announce("http://127.0.0.1:1", ServerConfig(api_keys=keys))
+    told = capsys.readouterr().err
+    assert ("-H 'Authorization: Bearer KEY'" in told) == bool(keys) and "secret" not in told
