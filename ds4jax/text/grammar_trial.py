@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import llguidance
 
 LONGEST_S = 3  # of a processor
-_LONGEST_WAIT_S = 30  # on a busy machine
+_ENDED_BY_LIMITS = (-signal.SIGXCPU, -signal.SIGABRT)  # of time; of memory, as llguidance's allocator takes it
 _LARGEST_BYTES = 1 << 30
 _REMEMBERED = 1000  # verdicts
 
@@ -46,20 +46,28 @@ def needs_trial(text: str) -> bool:
     return bool(_INTERSECTS.search(text)) or len(_AUTOMATON.findall(text)) > 1
 
 
-@functools.lru_cache(_REMEMBERED)
 def complaint(text: str, specials: tuple[str, ...]) -> str | None:
     """Compile a grammar in another process, and tell why it cannot be; None if it can.
 
     specials: the literals of the special tokens, which it may name.
     """
+    try:
+        return _verdict(text, specials)
+    except subprocess.CalledProcessError as error:
+        return f"the process that was to try it ended with status {error.returncode}; send the request again"
+
+
+@functools.lru_cache(_REMEMBERED)
+def _verdict(text: str, specials: tuple[str, ...]) -> str | None:
+    """Try a grammar, or remember what came of it. Raises CalledProcessError, which is not remembered: the grammar may be in order."""
     command = [sys.executable, "-P", __file__]  # -P: the modules beside this file are none of its own
     given = json.dumps({"text": text, "specials": specials, "seconds": LONGEST_S}).encode()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_LONGEST_WAIT_S)  # noqa: S603
-        if done.returncode == 0:
-            told: str | None = json.loads(done.stdout)
-            return told
-    return "compiling it takes too much time or memory"
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    if done.returncode in _ENDED_BY_LIMITS:
+        return "compiling it takes too much time or memory"
+    done.check_returncode()
+    told: str | None = json.loads(done.stdout)
+    return told
 
 
 class _Bytes:
@@ -77,9 +85,10 @@ class _Bytes:
 
 def _main() -> None:
     """Read a grammar, compile it within the limits, and write what is wrong with it."""
-    os.nice(10)  # others decode meanwhile
     given = json.load(sys.stdin)
-    for limit, most in ((resource.RLIMIT_CPU, given["seconds"]), (resource.RLIMIT_AS, _LARGEST_BYTES), (resource.RLIMIT_CORE, 0)):
+    # Time is counted in that of a processor: on a busy machine, a small grammar takes long too.
+    resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"], given["seconds"] + 1))
+    for limit, most in ((resource.RLIMIT_AS, _LARGEST_BYTES), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):  # not every system has every limit
             resource.setrlimit(limit, (most, most))
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(given["specials"])))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -23,7 +25,6 @@ ENDLESS: list[tuple[Kind, str]] = [
     ("json_schema", json.dumps({"$ref": "#/$defs/d0", "$defs": DOUBLED})),
     ("json_schema", json.dumps({"allOf": [{"type": "integer", "multipleOf": m} for m in (9973, 9967)]}).replace("allOf", "\\u0061llOf")),
     ("grammar", "start: A\nA: " + " & ".join(f"/{s['pattern']}/" for s in STRINGS)),
-    ("grammar", f"start: %json {json.dumps({'allOf': STRINGS})}"),
     ("grammar", f"start: <think> %json {json.dumps({'allOf': STRINGS})}"),
 ]
 
@@ -41,6 +42,15 @@ def test_a_grammar_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accepts(form, b'"axb"') and not accepts(form, b'"axc"') and not accepts(form, b'"xb"')
     monkeypatch.setattr(subprocess, "run", None)
     assert accepts(compiled("json_schema", json.dumps(schema)), b'"ab"')
+
+
+def test_a_trial_that_fails_for_another_reason_is_not_held_against_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = json.dumps({"allOf": [{"type": "string", "maxLength": 3}]})
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", shutil.which("false"))
+        with pytest.raises(RequestError, match="ended with status 1; send the request again"):
+            compiled("json_schema", schema)
+    assert accepts(compiled("json_schema", schema), b'"abc"')
 
 
 @pytest.mark.parametrize(
