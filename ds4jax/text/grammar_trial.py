@@ -23,7 +23,7 @@ import llguidance
 LONGEST_S = 3  # of a processor
 _ENDED_BY_LIMITS = (-signal.SIGXCPU, -signal.SIGABRT)  # of time; of memory, as llguidance's allocator takes it
 _LARGEST_BYTES = 1 << 30
-_REMEMBERED = 1000  # verdicts
+_REMEMBERED = 200  # verdicts, by the text of grammars
 
 _INTERSECTS = re.compile(r'"allOf"|"patternProperties"|&')
 # Where two of them meet in one value, as they may in any schema that has two, both automata are intersected.
