@@ -340,6 +340,30 @@ def test_a_full_disk_costs_a_warning_and_no_request(house: House, monkeypatch: p
     assert house.on_disk == {64: "continued"}
 
 
+@pytest.mark.parametrize("step", ["room.Room.take", "files._pwrite", "files.EntryWriter.commit"])
+def test_who_waits_for_a_slot_that_cannot_be_saved_gets_it_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Nothing else happens in an idle server that would wake its engine."""
+
+    def read_only(*arguments: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    house = House(tmp_path, NEVER_ON_THE_WAY, n_slots=1)
+    monkeypatch.setattr(f"ds4jax.serving.engine.kvstore.{step}", read_only)
+    house.answer(*LONG)
+    house.answer(*OTHER)
+    assert house.core.stats().failed_saves == 1
+    house.close()
+
+
+@pytest.mark.parametrize("what", ["fail_export", "fail_copy"])
+def test_who_waits_for_a_slot_whose_copy_fails_gets_it_all_the_same(tmp_path: Path, what: str) -> None:
+    house = House(tmp_path, NEVER_ON_THE_WAY, n_slots=1)
+    house.answer(*LONG)
+    setattr(house.device, what, True)
+    house.answer(*OTHER)
+    house.close()
+
+
 def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     house = House(tmp_path / "file")

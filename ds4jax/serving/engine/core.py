@@ -311,7 +311,7 @@ class EngineCore:
         self._try(lambda: disk.advance_saves(decoding=decoding))
         loading = [session for session in self._slots.residents() if session.state is State.LOADING]
         self._try(lambda: self._begin_loaded(disk.advance_loads(decoding=decoding)), *loading)
-        return disk.is_busy
+        return disk.wants_step()
 
     def _begin_loaded(self, sessions: Iterable[Session]) -> None:
         for session in sessions:

@@ -44,10 +44,9 @@ class Disk:
         self.saves = Saves(saved.store, device, saved.replay)
         self.loads = Loads(saved.store, device)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is under way, so that a step should come soon."""
-        return bool(self.saves) or self.loads.is_busy
+    def wants_step(self) -> bool:
+        """Whether anything is under way, or has ended since this was asked last, so that a step should come soon."""
+        return self.saves.take_news() or bool(self.saves) or self.loads.is_busy
 
     # ------------------------------------------------------------ who gets a slot
     def holds(self, session: Session) -> bool:

@@ -61,6 +61,7 @@ class Saves:
     def __init__(self, store: KVStore, device: Device, replay: Callable[[bytes], bytes]) -> None:
         self._store, self._device, self._replay = store, device, replay
         self._saves: list[_Save] = []
+        self._has_news = False
         self._known: dict[int, int] = {}  # slot -> how much of what it holds was saved or came from disk
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="kv-draft")
         self.saved: Counter[str] = Counter()
@@ -68,6 +69,11 @@ class Saves:
 
     def __len__(self) -> int:
         return len(self._saves)
+
+    def take_news(self) -> bool:
+        """Say, once, whether a save has ended or could not begin: somebody may have waited for its slot."""
+        news, self._has_news = self._has_news, False
+        return news
 
     # ------------------------------------------------------------ what there is
     def known(self, slot: int) -> int:
@@ -77,6 +83,7 @@ class Saves:
     def settled(self, slot: int, n_tokens: int) -> None:
         """Note that so many tokens of what a slot holds need not be saved (again)."""
         self._known[slot] = n_tokens
+        self._has_news = True  # even if saving it fails at once
 
     def is_copying(self, slot: int, beyond: int = 0) -> bool:
         """Whether rows of a slot behind its first `beyond` tokens are still to be copied."""
@@ -120,8 +127,12 @@ class Saves:
             self._drop(save)
         self._known.clear()
 
-    def _drop(self, save: _Save) -> None:
+    def _remove(self, save: _Save) -> None:
         self._saves.remove(save)
+        self._has_news = True
+
+    def _drop(self, save: _Save) -> None:
+        self._remove(save)
         if save.saving is not None:
             save.saving.add_done_callback(_cancel)
 
@@ -201,7 +212,7 @@ class Saves:
 
     def _count(self) -> None:
         for save in [save for save in self._saves if save.result is not None and save.result.done()]:
-            self._saves.remove(save)
+            self._remove(save)
             if save.result is not None and save.result.result():
                 self.saved[save.reason.value] += 1
             else:
