@@ -23,11 +23,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
-# Compiling is most of what the tests cost, and half of that is LLVM's optimiser. Without it XLA decides all that it decides with it
-# (what is fused, how products and sums are laid out: the optimised HLO is the same), and only the instructions of each loop differ.
-# Programs that run for thousands of steps, and those whose bits and numbers are proved to be right, are compiled as users do
-# (tests/compiler.py). Child processes inherit this.
+# Compiling is most of what the tests cost. Three quarters of that are LLVM's optimiser and the generator of loops that goes through MLIR.
+# Without them XLA decides all that it decides with them (what is fused, how products and sums are laid out: the optimised HLO is the
+# same), and only the instructions of each loop differ. Programs that run for thousands of steps, and those whose bits and numbers are
+# proved to be right, are compiled as users do (tests/compiler.py). The last flag cuts a program into two parts instead of up to 32, each
+# of which has a cost of its own. Child processes inherit all this.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=2")
 
 # Compiled programs stay for the next run, in a folder that git ignores; their names are
 # hashes of all that decides them, so nothing stale is found there. Child processes inherit the folder. JAX's own cache stays off:
