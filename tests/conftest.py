@@ -51,7 +51,16 @@ def fixtures() -> Path:
 
 
 # Files that compile for long. Workers take whole files: one of these begun last would leave the other worker with nothing to do.
-_BEGUN_FIRST = ("test_exact.py", "test_fused.py", "test_notebooks.py", "test_bench.py", "test_shapes.py", "test_twin.py", "test_oracle.py")
+_BEGUN_FIRST = (
+    "test_exact.py",
+    "test_fused.py",
+    "test_notebooks.py",
+    "test_bench.py",
+    "test_public_api.py",
+    "test_oracle.py",
+    "test_shapes.py",
+    "test_twin.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,8 @@ from ds4jax.serving.engine.api import SamplingParams
 from tests.model.oracle import SMOOTH
 from tests.small_model import TWO_LAYERS, write_two_layers
 
-TEXT = "The sun came up over the little town, and the people opened their doors and their windows. A small boy ran down the road."
+# Between 33 and 47 tokens: alone, and with what follows in a test, their logits are one program's, of 64 tokens.
+TEXT = "The sun came up over the little town, and the people opened their doors and windows. A small boy ran down the road to the sea."
 
 
 @pytest.fixture(scope="module")
