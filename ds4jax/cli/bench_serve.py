@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Self
 
 import typer
 
@@ -149,38 +149,63 @@ def _server(url: str | None, weights: list[str], slots: int, ctx: int, *, compil
         return
     engine = ["--batched-session", str(slots), "--ctx", str(ctx), *weights]
     command = [sys.executable, "-m", "ds4jax.cli", "serve", "--port", "0", *engine]
-    with _ends_in_order(), tempfile.TemporaryDirectory(prefix="ds4jax-bench-") as folder:
+    with _Ending() as ending, tempfile.TemporaryDirectory(prefix="ds4jax-bench-") as folder:
         log = Path(folder) / "server.log"
         with log.open("wb") as stderr:
             if compiles_first:  # all buckets must be there: a server that still compiles some would be measured with the others
-                subprocess.run([sys.executable, "-m", "ds4jax.cli", "precompile", *engine], stdout=subprocess.DEVNULL, stderr=stderr)
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
-        try:
-            address = _wait_for_address(process, log)
-            note(f"started a server at {address}: {slots} slots of {ctx} tokens")
-            yield address
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                with _child([sys.executable, "-m", "ds4jax.cli", "precompile", *engine], stderr, ending) as compiler:
+                    compiler.wait()
+            with _child(command, stderr, ending) as process:
+                address = _wait_for_address(process, log)
+                note(f"started a server at {address}: {slots} slots of {ctx} tokens")
+                yield address
+
+
+class _Ending:
+    """Make an exception of the signals that end a program at once, so that the block stops what it started.
+
+    While is_held, the exception waits: raised in the midst of starting a process, it would leave that behind.
+    """
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self._number: int | None = None
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGHUP)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def release(self) -> None:
+        """Let signals through again. Raises SystemExit if one came meanwhile."""
+        self.is_held = False
+        if self._number is not None:
+            raise SystemExit(128 + self._number)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        if not self.is_held:
+            raise SystemExit(128 + number)
 
 
 @contextmanager
-def _ends_in_order() -> Iterator[None]:
-    """Make an exception of the signals that end a program at once, so that the block stops what it started."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+def _child(command: list[str], stderr: BinaryIO, ending: _Ending) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command beside the block, at whose end it is stopped."""
+    ending.is_held = True
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
-        yield
+        ending.release()
+        yield process
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        process.terminate()
+        try:
+            process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
