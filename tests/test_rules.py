@@ -47,7 +47,7 @@ SHOWN_BY: dict[int, list[tuple[str, str]]] = {
     ],
     7: [
         ("engine/test_runner.py", "test_logits_are_bit_equal_whatever_the_index_and_the_neighbours"),
-        ("engine/test_runner.py", "test_buckets_agree_within_the_tolerance"),
+        ("engine/test_runner.py", "test_buckets_agree_bit_for_bit"),
         ("engine/test_exact_batches.py", "test_texts_are_the_same_in_company"),
         ("engine/test_exact_batches.py", "test_texts_are_the_same_while_neighbours_join_and_leave"),
     ],

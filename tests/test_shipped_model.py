@@ -18,6 +18,10 @@ from ds4jax.evals.measures import GREEDY, Subject
 from ds4jax.evals.run import Question
 from ds4jax.model.gguf.reader import GGUFFile
 from ds4jax.serving.engine.api import Event, Finish, GenerateRequest, SamplingParams, Token
+from ds4jax.serving.engine.device import Chunk, Row
+from ds4jax.serving.engine.local import program_directory
+from ds4jax.serving.engine.programs import ProgramStore
+from ds4jax.serving.engine.runner import Runner
 from ds4jax.text import Message, render, stop_ids, to_ids, to_text
 from ds4jax.text.dsml import CallCollector, CallZones, DsmlParser, Rejected, Tool, call_opening
 
@@ -26,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
-    """The model in the engine that the notebooks open. Rounded rows of the cache would let some greedy replies part between batch sizes."""
-    with ds4jax.Engine(ds4jax.load_model(ds4jax.small_model(), kv_quant="none"), slots=2, ctx=512) as engine:
+    """The model in a small engine, with the rounded cache rows that it is served with: they make a lot of a bit that differs."""
+    with ds4jax.Engine(ds4jax.load_model(ds4jax.small_model()), slots=2, ctx=512) as engine:
         yield Subject(engine, 2)
 
 
@@ -58,6 +62,22 @@ def test_it_closes_its_thoughts(subject: Subject) -> None:
 
 def test_a_reply_is_the_same_alone_and_in_company(subject: Subject) -> None:
     assert measures.same_in_company(subject, 2, n_token=12) == 2
+
+
+def test_buckets_agree_bit_for_bit(subject: Subject) -> None:
+    """Two prompts read one after the other and decoded alone, or read in a pack and decoded together."""
+    first = subject.engine.runner
+    runner = Runner(first.model, first.shapes, ProgramStore(program_directory()))
+    text = subject.tokenizer.encode("Once upon a time there was a small dog who lived by the sea. " * 6)
+    prompts, seen = (text[:90], text[5:70]), []
+    for n in (1, 2):
+        for slot in range(2):
+            runner.clear(slot)
+        chunks = [Chunk(slot, prompt, GREEDY) for slot, prompt in enumerate(prompts)]
+        for begin in range(0, 2, n):
+            runner.prefill(chunks[begin : begin + n])
+        seen.append([runner.decode([Row(slot, token, GREEDY) for slot in range(n)]).logits()[0].tobytes() for token in text[:9]])
+    assert seen[0] == seen[1]
 
 
 def test_a_hot_call_has_the_structure_that_the_model_prefers(subject: Subject) -> None:

@@ -15,6 +15,7 @@ from ds4jax.model.cache import Rows, Window
 from ds4jax.model.norm import rms_norm
 from ds4jax.model.rope import frequencies, rotate
 from ds4jax.model.rounding import hadamard
+from ds4jax.model.sums import ordered_softmax, ordered_sum
 from ds4jax.model.weights import Take
 
 
@@ -47,7 +48,7 @@ class Compressor(nnx.Module):
         """Pool windows: u, z [..., lead + ratio, columns] -> [..., width]."""
         if self.lead:
             u, z = (jnp.concatenate([a[..., : self.lead, : self.width], a[..., self.lead :, self.width :]], axis=-2) for a in (u, z))
-        return jnp.sum(jax.nn.softmax(z, axis=-2) * u, axis=-2)
+        return ordered_sum(ordered_softmax(z, -2) * u, -2)[..., 0, :]
 
     def finish(self, pooled: jax.Array, entry: jax.Array) -> jax.Array:
         """Turn pooled [..., width] of int32 entries [...] into the row that a cache stores."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
 from ds4jax.model.kernels import sinkhorn as kernels
 from ds4jax.model.norm import rms_norm
 from ds4jax.model.quant import matmul
+from ds4jax.model.sums import ordered_softmax, ordered_sum, rounded
 from ds4jax.model.weights import Take
 
 
@@ -39,9 +39,11 @@ class HyperConnection(nnx.Module):
         h, eps = self.config.n_hc, self.config.hc_eps
         mix = matmul(rms_norm(x.reshape(x.shape[0], -1), self.config.rms_eps), self.fn.get_value())  # [M, 2H + H*H]
         scale, base = self.scale.get_value(), self.base.get_value()[None, :]
-        pre = jax.nn.sigmoid(mix[:, :h] * scale[0] + base[:, :h]) + eps
-        post = 2 * jax.nn.sigmoid(mix[:, h : 2 * h] * scale[1] + base[:, h : 2 * h])
-        comb = doubly_stochastic((mix[:, 2 * h :] * scale[2] + base[:, 2 * h :]).reshape(-1, h, h), self.config.hc_sinkhorn_iters, eps)
+        pre = jax.nn.sigmoid(rounded(mix[:, :h] * scale[0]) + base[:, :h]) + eps
+        post = 2 * jax.nn.sigmoid(rounded(mix[:, h : 2 * h] * scale[1]) + base[:, h : 2 * h])
+        comb = doubly_stochastic(
+            (rounded(mix[:, 2 * h :] * scale[2]) + base[:, 2 * h :]).reshape(-1, h, h), self.config.hc_sinkhorn_iters, eps
+        )
         return weighted_sum(pre, x), post, comb  # of the streams as they are, not the normalised ones
 
     @staticmethod
@@ -55,8 +57,8 @@ class HyperConnection(nnx.Module):
             [M, H, D] f32.
         """
         h = x.shape[1]
-        mixed = sum(comb[:, j, :, None] * x[:, j, None, :] for j in range(h))
-        return post[:, :, None] * out[:, None, :] + mixed
+        mixed = sum(rounded(comb[:, j, :, None] * x[:, j, None, :]) for j in range(h))
+        return rounded(post[:, :, None] * out[:, None, :]) + mixed
 
 
 def weighted_sum(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -64,7 +66,8 @@ def weighted_sum(weight: jax.Array, x: jax.Array) -> jax.Array:
 
     Written as H products and sums: elementwise code fuses and vectorises where a reduction over so short an axis does not.
     """
-    return sum((weight[:, h, None] * x[:, h] for h in range(1, x.shape[1])), weight[:, 0, None] * x[:, 0])
+    first, *others = (rounded(weight[:, h, None] * x[:, h]) for h in range(x.shape[1]))
+    return sum(others, first)
 
 
 def doubly_stochastic(z: jax.Array, n_iter: int, eps: float) -> jax.Array:
@@ -85,12 +88,12 @@ def sinkhorn(z: jax.Array, n_iter: int, eps: float) -> jax.Array:
     Returns:
         [M, H, H] f32.
     """
-    comb = jax.nn.softmax(z, axis=2) + eps
-    comb = comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)
+    comb = ordered_softmax(z, 2) + eps
+    comb = comb / (ordered_sum(comb, 1) + eps)
 
     def both(_: int, c: jax.Array) -> jax.Array:
-        c = c / (jnp.sum(c, axis=2, keepdims=True) + eps)
-        return c / (jnp.sum(c, axis=1, keepdims=True) + eps)
+        c = c / (ordered_sum(c, 2) + eps)
+        return c / (ordered_sum(c, 1) + eps)
 
     # A loop, not 19 copies: unrolled, it is a quarter of the program and doubles its compile time.
     return jax.lax.fori_loop(0, n_iter - 1, both, comb)
@@ -108,5 +111,5 @@ class HyperHead(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[M, H, D] f32 streams -> [M, D] f32."""
         mix = matmul(rms_norm(x.reshape(x.shape[0], -1), self.config.rms_eps), self.fn.get_value())
-        pre = jax.nn.sigmoid(mix * self.scale.get_value()[0] + self.base.get_value()[None, :]) + self.config.hc_eps
+        pre = jax.nn.sigmoid(rounded(mix * self.scale.get_value()[0]) + self.base.get_value()[None, :]) + self.config.hc_eps
         return weighted_sum(pre, x)

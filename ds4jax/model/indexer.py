@@ -17,6 +17,8 @@ from ds4jax.model.cache import Rows
 from ds4jax.model.compressor import Compressor
 from ds4jax.model.rope import frequencies, rotate
 from ds4jax.model.rounding import fp4_sim, hadamard
+from ds4jax.model.softmax import products
+from ds4jax.model.sums import ordered_sum
 from ds4jax.model.weights import Take
 
 NO_ROW = jnp.iinfo(jnp.int32).max
@@ -101,5 +103,5 @@ def index_scores(query: jax.Array, weight: jax.Array, key: jax.Array) -> jax.Arr
     Returns:
         [B, T, n] f32.
     """
-    dot = jnp.einsum("btij,bnj->btin", query, key, precision=jax.lax.Precision.HIGHEST)
-    return jnp.einsum("bti,btin->btn", weight, jax.nn.relu(dot), precision=jax.lax.Precision.HIGHEST)
+    score = jax.nn.relu(products(query, key)) * weight[..., None]  # [B, T, I, n]
+    return ordered_sum(score, 2)[:, :, 0]

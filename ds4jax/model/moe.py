@@ -9,6 +9,7 @@ from flax import nnx
 from ds4jax.config import ModelConfig
 from ds4jax.model.quant import QTensor, dot, expert_apply, matmul, project, route
 from ds4jax.model.quant.kernels import experts, grouped
+from ds4jax.model.sums import ordered_sum
 from ds4jax.model.weights import Take
 
 
@@ -48,7 +49,7 @@ class MoE(nnx.Module):
             bias = self.exp_probs_b.get_value()[None, :]  # type: ignore[union-attr]
             expert = jax.lax.top_k(score + bias, self.config.n_expert_used)[1]  # equal scores: the lower id
         weight = jnp.take_along_axis(score, expert, axis=1)
-        total = jnp.maximum(jnp.sum(weight, axis=1, keepdims=True), MIN_WEIGHT_SUM)
+        total = jnp.maximum(ordered_sum(weight, 1), MIN_WEIGHT_SUM)
         return expert, weight / total * self.config.expert_scale
 
     def __call__(self, x: jax.Array, token: jax.Array, live: jax.Array, layer: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from ds4jax.model.sums import ordered_sum
+
 
 def rms_norm(x: jax.Array, eps: float, weight: jax.Array | None = None) -> jax.Array:
     """Scale x to unit root mean square over its last axis, then by weight.
@@ -15,5 +17,5 @@ def rms_norm(x: jax.Array, eps: float, weight: jax.Array | None = None) -> jax.A
     Returns:
         [..., n] f32.
     """
-    y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    y = x * jax.lax.rsqrt(ordered_sum(jnp.square(x), -1) / x.shape[-1] + eps)
     return y if weight is None else y * jnp.broadcast_to(weight, y.shape)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ds4jax.config import ModelConfig
+from ds4jax.model.sums import rounded
 
 
 def frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
@@ -58,5 +59,5 @@ def rotate(x: jax.Array, position: jax.Array, omega: np.ndarray, *, inverse: boo
     plain, tail = x[..., :n_plain], x[..., n_plain:]
     pairs = tail.reshape(*tail.shape[:-1], -1, 2)
     x0, x1 = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([x0 * cos - x1 * sin, x0 * sin + x1 * cos], axis=-1).reshape(tail.shape)
+    rotated = jnp.stack([rounded(x0 * cos) - rounded(x1 * sin), rounded(x0 * sin) + rounded(x1 * cos)], axis=-1).reshape(tail.shape)
     return jnp.concatenate([plain, rotated], axis=-1)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ds4jax.model.quant import dot
+from ds4jax.model.sums import largest, ordered_sum, rounded
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -29,16 +32,22 @@ class RunningSoftmax:
 
     def absorb(self, q: jax.Array, rows: jax.Array, seen: jax.Array) -> RunningSoftmax:
         """Attend to rows [B, n, K] (keys and values alike) with queries [B, T, N, K] where seen [B, T, n]."""
-        exact = jax.lax.Precision.HIGHEST
-        logit = jnp.einsum("btnk,brk->btnr", q, rows, precision=exact) * (1.0 / q.shape[-1] ** 0.5)
+        logit = products(q, rows) * (1.0 / q.shape[-1] ** 0.5)
         logit = jnp.where(seen[:, :, None, :], logit, -jnp.inf)
-        peak = jnp.maximum(self.peak, jnp.max(logit, axis=-1))
+        peak = jnp.maximum(self.peak, largest(logit, -1)[..., 0])
         weight = jnp.exp(logit - peak[..., None])
         decay = jnp.exp(self.peak - peak)
-        total = self.total * decay + jnp.sum(weight, axis=-1)
-        value = self.value * decay[..., None] + jnp.einsum("btnr,brk->btnk", weight, rows, precision=exact)
+        total = rounded(self.total * decay) + ordered_sum(weight, -1)[..., 0]
+        value = rounded(self.value * decay[..., None]) + jnp.einsum("btnr,brk->btnk", weight, rows, precision=jax.lax.Precision.HIGHEST)
         return RunningSoftmax(peak, total, value)
 
     def result(self) -> jax.Array:
         """Return the attention output [B, T, N, K]."""
         return self.value / self.total[..., None]
+
+
+def products(q: jax.Array, rows: jax.Array) -> jax.Array:
+    """Multiply queries [B, T, N, K] by the rows [B, n, K] of their batch row: [B, T, N, n] f32."""
+    if len(rows) == 1:  # XLA turns a batch of one over and over until it is another product, with sums in another order
+        return dot(q.reshape(-1, q.shape[-1]), rows[0]).reshape(*q.shape[:-1], rows.shape[1])
+    return jnp.einsum("btnk,brk->btnr", q, rows, precision=jax.lax.Precision.HIGHEST)

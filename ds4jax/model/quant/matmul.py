@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -26,5 +27,8 @@ def dot(x: Array, w: Array, *, precision: lax.PrecisionLike = None) -> Array:
     """
     if precision is None and x.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST
+    if is_alone := x.ndim > 1 and x.size == x.shape[-1] and jax.default_backend() == "cpu":
+        x = jnp.concatenate([x, x], axis=0)  # one row alone would be added up in another order than rows beside others are
     dimensions = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
-    return lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    y = lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return y[:1] if is_alone else y
