@@ -10,6 +10,11 @@ from ds4jax.evals.words import ADJECTIVES, NAMES, NOUNS, SMALL_TALK, VERBS, pool
 from ds4jax.text.chat import Message
 from ds4jax.text.dsml import Tool
 
+KEY_KINDS = ("secret words", "magic words", "four words", "key words")
+KEY_TOLD = ("The {kind} are: {key}.", "Remember the {kind}: {key}.", "Please keep the {kind} in mind: {key}.")
+KEY_ASKED = ("What are the {kind}?", "Tell me the {kind}.", "What were the {kind}?", "Please repeat the {kind}.")
+KEY_SAID = "The {kind} are: {key}."
+
 Filler = Callable[[Random, int], str]  # (generator, about so many characters) -> text
 
 
@@ -96,10 +101,9 @@ def recall(rng: Random, filler: Filler, n_chars: int, *, held_out: bool = False,
     """State four words, let some text pass, ask for them. n_chars: of the text between; words: what to draw them from."""
     words = words or pool(NOUNS + ADJECTIVES, held_out=held_out)
     key = " ".join(rng.choice(words) for _ in range(4))
-    kind = rng.choice(["secret words", "magic words", "four words", "key words"])
-    told = rng.choice(["The {kind} are: {key}.", "Remember the {kind}: {key}.", "Please keep the {kind} in mind: {key}."])
-    asked = rng.choice(["What are the {kind}?", "Tell me the {kind}.", "What were the {kind}?", "Please repeat the {kind}."])
-    told, asked, said = told.format(kind=kind, key=key), asked.format(kind=kind), f"The {kind} are: {key}."
+    kind = rng.choice(KEY_KINDS)
+    told, asked = rng.choice(KEY_TOLD).format(kind=kind, key=key), rng.choice(KEY_ASKED).format(kind=kind)
+    said = KEY_SAID.format(kind=kind, key=key)
     between = filler(rng, n_chars)
     if rng.random() < 0.5:
         return Dialogue((Message("user", f"{told}\n\n{between}\n\n{asked}"), Message("assistant", said)))

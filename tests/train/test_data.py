@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4jax.cli.vocabulary import learn_vocabulary
+from ds4jax.evals.dialogues import Dialogue
 from ds4jax.text import render, to_text
+from tools.train_small.copying import ledger, many_keys, word_list
 from tools.train_small.documents import Pair, as_chat, make_documents
 from tools.train_small.learn import learn_vocabulary as learn
 from tools.train_small.learn import tokenizer_of
@@ -50,6 +53,16 @@ def test_every_pair_is_there_plain_and_with_thoughts() -> None:
     text = to_text(render(thoughtful.messages, thinking=True))
     assert f"</think>{PAIRS[0].text}<｜end▁of▁sentence｜>" in text
     assert text.index("<think>") < text.index("</think>")
+
+
+@pytest.mark.parametrize("maker", [word_list, many_keys, ledger])
+@pytest.mark.parametrize("words", [(), ("apple", "river", "stone")])
+def test_what_is_to_be_copied_was_said_before(maker: Callable[..., Dialogue], words: tuple[str, ...]) -> None:
+    for seed in range(20):
+        first, *turns = maker(Random(seed), words, lambda rng, n: "Some text." * (n // 10)).messages
+        answers = [m.content for m in turns if m.role == "assistant"]
+        assert answers
+        assert all(answer.rpartition(": ")[2].rstrip(".") in first.content for answer in answers)
 
 
 def test_what_the_assistant_writes_counts() -> None:

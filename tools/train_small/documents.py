@@ -12,9 +12,9 @@ from random import Random
 
 from ds4jax.evals.dialogues import Dialogue, facts, recall, small_talk, story_plan, sum_of_two
 from ds4jax.evals.tools import use_tools
-from ds4jax.evals.words import NOUNS
+from ds4jax.evals.words import ADJECTIVES, NOUNS, pool
 from ds4jax.text.chat import Message
-from tools.train_small.copying import common_words, ledger, passage, word_list
+from tools.train_small.copying import common_words, ledger, many_keys, passage, word_list
 
 HELD_OUT_PERCENT = 1
 _STYLE = (" Answer in one or two short sentences with simple words.", " Use only simple words.", " Use simple words and short sentences.",
@@ -93,16 +93,23 @@ def make_documents(pairs: Sequence[Pair], n_rule_made: int, seed: int) -> Iterat
         """Characters between a key and its question, evenly spread over their logarithm: 40 to 8,000, some 10 to 1,900 tokens."""
         return int(40 * 200 ** rng.random())
 
+    known = pool(NOUNS + ADJECTIVES, held_out=False)
+
+    def some_words() -> Sequence[str]:
+        """Where the words of one conversation come from; () stands for words that were made up."""
+        return rng.choice((words, words, known, ()))
+
     makers: list[tuple[float, Callable[[], Dialogue]]] = [
-        (0.15, lambda: recall(rng, filler, distance(), words=rng.choice([words, ()]))),
+        (0.10, lambda: recall(rng, filler, distance(), words=rng.choice([words, known]))),
+        (0.08, lambda: many_keys(rng, some_words(), filler)),
         (0.04, lambda: facts(rng, filler, int(20 * 150 ** rng.random()))),
-        (0.13, lambda: passage(rng, filler)),
-        (0.08, lambda: word_list(rng, words)),
-        (0.14, lambda: ledger(rng, words, filler)),
+        (0.03, lambda: passage(rng, filler)),
+        (0.14, lambda: word_list(rng, some_words(), filler)),
+        (0.12, lambda: ledger(rng, some_words(), filler)),
         (0.06, lambda: small_talk(rng)),
         (0.07, lambda: sum_of_two(rng)),
         (0.05, lambda: several(rng, short)),
-        (0.28, lambda: use_tools(rng, words=words)),
+        (0.31, lambda: use_tools(rng, words=words)),
     ]
     shares, calls = zip(*makers, strict=True)
     for _ in range(n_rule_made):

@@ -19,30 +19,30 @@ from tools.train_small.products import contract, product
 
 
 class Report(NamedTuple):
-    """What a forward pass tells besides its result. load: by layer, the share of tokens that each expert gets, f32 [L, E].
+    """What a layer tells besides its result; of several layers, each value has an axis more in front.
 
-    index_loss: see `attend`, summed over layers."""
+    load: the share of tokens that each expert gets, f32 [E]. index_loss: see `attend`. excess: see `mixing`."""
 
     load: jax.Array
     index_loss: jax.Array
+    excess: jax.Array
 
 
 def hidden(model: Transformer, token: jax.Array, at: Sequences, dtype: jnp.dtype) -> tuple[jax.Array, Report]:
     """Run tokens [B, T] int32, each row from an empty cache, T whole windows of the attention.
 
     Returns:
-        what the output matrix is multiplied with, f32 [B, T, D], and the report.
+        what the output matrix is multiplied with, f32 [B, T, D], and the report of all layers.
     """
     b, t = token.shape
     x = embed(token.reshape(-1), model.token_embd.get_value())
     x = jnp.broadcast_to(x[:, None, :], (b * t, model.config.n_hc, x.shape[1])).astype(dtype)
-    loads, index_loss = [], jnp.float32(0)
+    reports = []
     for stack in model.stacks:
-        x, (load, loss) = _run_stack(stack, x, token, at, dtype)
-        loads.append(load.reshape(-1, load.shape[-1]))
-        index_loss += jnp.sum(loss)
+        x, report = _run_stack(stack, x, token, at, dtype)
+        reports.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), report))
     y = rms_norm(mixing.head(model.output_hc, x), model.config.rms_eps, model.output_norm.get_value())
-    return y.reshape(b, t, -1), Report(jnp.concatenate(loads), index_loss)
+    return y.reshape(b, t, -1), jax.tree.map(lambda *layers: jnp.concatenate(layers), *reports)
 
 
 def logits(model: Transformer, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -50,36 +50,31 @@ def logits(model: Transformer, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return product(y, model.output.get_value(), dtype)
 
 
-def _run_stack(
-    stack: Stack, x: jax.Array, token: jax.Array, at: Sequences, dtype: jnp.dtype
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Run a stack's layers, round by round, on streams x [M, H, D]; returns loads [rounds, period, E] and index losses too."""
+def _run_stack(stack: Stack, x: jax.Array, token: jax.Array, at: Sequences, dtype: jnp.dtype) -> tuple[jax.Array, Report]:
+    """Run a stack's layers, round by round, on streams x [M, H, D]; what is reported has axes [rounds, period] in front."""
     graph, state = nnx.split(stack.blocks)
 
-    def round_of(x: jax.Array, layer: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def round_of(x: jax.Array, layer: Any) -> tuple[jax.Array, Report]:
         reports = []
         for block in nnx.merge(graph, layer):
             x, report = _run_block(block, x, token, at, dtype)
             reports.append(report)
-        loads, losses = zip(*reports, strict=True)
-        return x, (jnp.stack(loads), jnp.stack(losses))
+        return x, jax.tree.map(lambda *values: jnp.stack(values), *reports)
 
     # Of a layer only the results of products are kept for its gradient; memory traffic is what a step's time goes to.
     return jax.lax.scan(jax.checkpoint(round_of, policy=jax.checkpoint_policies.dots_saveable), x, state)
 
 
-def _run_block(
-    block: Block, x: jax.Array, token: jax.Array, at: Sequences, dtype: jnp.dtype
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _run_block(block: Block, x: jax.Array, token: jax.Array, at: Sequences, dtype: jnp.dtype) -> tuple[jax.Array, Report]:
     """Run one layer; compare `Block.__call__`."""
     eps = block.config.rms_eps
-    a, post, comb = mixing.pre(block.hc_attn, x)
+    a, post, comb, excess = mixing.pre(block.hc_attn, x)
     a = rms_norm(a, eps, block.attn_norm.get_value())
     out, index_loss = attend(block.attn, a.reshape(*token.shape, -1), at, dtype)
     x = HyperConnection.post(out.reshape(a.shape), x, post, comb).astype(dtype)
-    f, post, comb = mixing.pre(block.hc_ffn, x)
+    f, post, comb, more_excess = mixing.pre(block.hc_ffn, x)
     out, load = _experts(block.ffn, rms_norm(f, eps, block.ffn_norm.get_value()), token.reshape(-1), dtype)
-    return HyperConnection.post(out, x, post, comb).astype(dtype), (load, index_loss)
+    return HyperConnection.post(out, x, post, comb).astype(dtype), Report(load, index_loss, excess + more_excess)
 
 
 def _experts(moe: MoE, x: jax.Array, token: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ from ds4jax.text.vocabulary import Vocabulary
 
 PROMPT_WEIGHT = 0.1
 INDEX_WEIGHT = 0.05
+EXCESS_WEIGHT = 1e-3
 
 
 @dataclass(frozen=True)

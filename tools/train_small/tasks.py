@@ -12,7 +12,7 @@ import numpy as np
 from ds4jax.config import ModelConfig
 from tools.train_small.attend import Sequences
 from tools.train_small.forward import hidden, logits
-from tools.train_small.objective import INDEX_WEIGHT, Marks, mean_loss, starts, target_weights
+from tools.train_small.objective import EXCESS_WEIGHT, INDEX_WEIGHT, Marks, mean_loss, starts, target_weights
 from tools.train_small.plain import begin_plain, plain_logits
 from tools.train_small.shapes import PlainShape
 from tools.train_small.weights import Weights, begin_weights, build_model
@@ -55,7 +55,8 @@ class Ours:
         model = build_model(self.config, weights | fixed)
         y, report = hidden(model, token, Sequences(starts(token, self.marks), True, self._reach(token.shape[0])), self.dtype)
         text = mean_loss(logits(model, y, self.dtype), token, target_weights(token, self.marks)[0])
-        return text + INDEX_WEIGHT * report.index_loss, (text, self._balance(fixed, report.load))
+        aside = INDEX_WEIGHT * jnp.sum(report.index_loss) + EXCESS_WEIGHT * jnp.sum(report.excess)
+        return text + aside, (text, self._balance(fixed, report.load))
 
     def _reach(self, n_row: int) -> jax.Array:
         """Let every other row of a batch see only some of its window, 8 tokens at least; the rest is there in compressed rows alone.

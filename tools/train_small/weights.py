@@ -48,6 +48,11 @@ def _first_values(rng: np.random.Generator, spec: TensorSpec, config: ModelConfi
         return np.concatenate([favoured, favoured, 4.0 * np.eye(h).reshape(-1)])
     if spec.name.endswith("_scale.weight"):
         return np.full(spec.shape, 0.5)
+    if name == "attn_compressor_ape.weight" and spec.shape[0] == 4:
+        # Each pair of channels begins with one token of its own window: a mean of eight tokens would tell little of any.
+        channel = np.arange(spec.shape[1] // 2)
+        own = np.where(channel // 2 % 4 == np.arange(4)[:, None], 4.0, 0.0)
+        return np.concatenate([np.full(own.shape, -2.0), own], axis=1)
     if spec.mean:
         return np.ones(spec.shape)
     if spec.name.endswith(("_base.weight", "_sinks.weight", "_ape.weight")):
