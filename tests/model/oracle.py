@@ -121,7 +121,7 @@ class AllLogits:
 
 
 # The slots decide the decode buckets: every one of 1, 2, 4, 8, 16 where compiling is cheapest.
-N_SLOT = {"tiny-smooth": 16}
+N_SLOT = {"tiny-smooth": 16, "tiny-q2": 1}
 CHUNK = 64
 
 
