@@ -39,7 +39,7 @@ GUARDED = {
     "hypercorn": ("serving/http/",),
     "asyncio": ("serving/http/", "cli/serve.py"),
     "gguf": ("model/gguf/",),
-    "threading": ("serving/engine/loop.py", "serving/http/service.py"),
+    "threading": ("serving/engine/loop.py", "serving/http/service.py", "serving/http/waiting.py"),
 }
 BLOCK_FORMATS = ("Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "MXFP4")
 MAY_NAME_BLOCK_FORMATS = ("model/quant/", "model/gguf/", "cli/presets.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -82,6 +83,7 @@ def serve(
         start_trace,
     )
     from ds4jax.serving.http.serve import reserve, run
+    from ds4jax.serving.http.waiting import waiting_room
     from ds4jax.text.dsml import ReplayMemory
 
     take_ds4_flags(context.args, console.warn)
@@ -110,10 +112,11 @@ def serve(
     wanted, gpu_id = choose_backend(backend, cpu, cuda, gpu)
 
     console.log_to_stderr()
-    reserved = reserve(address, port_number)
     is_early = random is None  # whoever measures random weights waits for every batch size
-    opened = open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=is_early, random=random, layers=layers, disk=disk)
-    with reserved, opened as (engine, tokenizer):
+    opening = open_engine(choice.path, engine_settings, wanted, gpu_id, numerics, early=is_early, random=random, layers=layers, disk=disk)
+    with reserve(address, port_number) as reserved, ExitStack() as stack:
+        with waiting_room(reserved):
+            engine, tokenizer = stack.enter_context(opening)
         run(engine, tokenizer, server_settings, memory=memory, reserved=reserved, on_ready=lambda url: announce(url, server_settings))
         compiling = engine.compiling
     if compiling:

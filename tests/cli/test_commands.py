@@ -44,6 +44,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("ds4jax.cli.loading.open_engine", open_engine)
     monkeypatch.setattr("ds4jax.serving.http.serve.run", run_server)
     monkeypatch.setattr("ds4jax.serving.http.serve.reserve", lambda host, port: nullcontext())
+    monkeypatch.setattr("ds4jax.serving.http.waiting.waiting_room", lambda reserved: nullcontext())
     return seen
 
 

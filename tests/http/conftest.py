@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,8 +24,8 @@ MakeServer = Callable[..., "Server"]
 class Server:
     """A server on a thread of its own, with its own loop."""
 
-    def __init__(self, app: Quart, grace_s: float) -> None:
-        listener = listen("127.0.0.1", 0)
+    def __init__(self, app: Quart, grace_s: float, reserved: socket.socket | None = None) -> None:
+        listener = listen("127.0.0.1", 0, reserved)
         self.url = url_of(listener)
         self.port = int(self.url.rsplit(":", 1)[1])
         self._ready = threading.Event()
@@ -79,8 +80,8 @@ def make_server(make_app: MakeApp) -> Iterator[MakeServer]:
     """Make servers behind real sockets."""
     servers: list[Server] = []
 
-    def make(engine: EchoEngine | None = None, *, grace_s: float = 0.0, **config: Any) -> Server:
-        servers.append(Server(make_app(engine, **config), grace_s))
+    def make(engine: EchoEngine | None = None, *, grace_s: float = 0.0, reserved: socket.socket | None = None, **config: Any) -> Server:
+        servers.append(Server(make_app(engine, **config), grace_s, reserved))
         return servers[-1]
 
     yield make

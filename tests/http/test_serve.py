@@ -17,6 +17,7 @@ import pytest
 
 from ds4jax.errors import ConfigError
 from ds4jax.serving.http.serve import listen, reserve, url_of
+from ds4jax.serving.http.waiting import waiting_room
 from tests.http.conftest import MakeEngine, MakeServer
 from tests.http.fakes import wait_until
 
@@ -129,6 +130,24 @@ def test_a_reserved_address_is_taken_but_refuses_clients_until_it_is_served() ->
         socket.create_connection(("127.0.0.1", port), timeout=10).close()
         with pytest.raises(ConfigError, match=f"--port {port}: cannot listen there"):
             reserve("127.0.0.1", port)
+
+
+def test_while_the_model_is_loaded_everybody_is_told(make_server: MakeServer) -> None:
+    with reserve("127.0.0.1", 0) as reserved, httpx.Client(base_url=url_of(reserved), timeout=10) as client:
+        with waiting_room(reserved):
+            assert [client.get(path).status_code for path in ("/live", "/ready", "/health", "/metrics")] == [200, 503, 503, 503]
+            chat = client.post("/v1/chat/completions", content=b"x" * 2_000_000)
+            assert (chat.status_code, chat.json()["error"]["code"]) == (503, "loading")
+            assert int(chat.headers["Retry-After"]) > 0
+            assert client.post("/v1/messages", json={}).json()["type"] == "error"
+        with pytest.raises(ConfigError, match="cannot listen there"):
+            reserve("127.0.0.1", reserved.getsockname()[1])
+        answers: list[httpx.Response] = []
+        early = threading.Thread(target=lambda: answers.append(client.get("/ready")))  # may connect before the server is there
+        early.start()
+        make_server(reserved=reserved)
+        early.join()
+        assert answers[0].status_code == 200
 
 
 def test_urls() -> None:

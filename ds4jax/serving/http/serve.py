@@ -27,9 +27,11 @@ log = logging.getLogger("ds4jax.http")
 GRACE_S = 10.0
 """How long open replies may go on once the server was asked to stop."""
 
+BACKLOG = 1024
+"""Connections that may wait to be accepted."""
+
 _FAREWELL_S = 2.0  # for clients to read how their reply ended
 _DROP_ROUNDS, _DROP_ROUND_S = 5, 0.2
-_BACKLOG = 1024
 _HEADER_LIMIT_BYTES = 64 << 10
 _IDLE_CONNECTION_S = 75.0  # longer than the idle pools of common clients and proxies, so that they close first
 
@@ -59,8 +61,7 @@ def run(
 def reserve(host: str, port: int) -> socket.socket:
     """Take the address, without accepting connections yet. Raises ConfigError when it cannot be had.
 
-    Loading a model takes minutes: that the port is in use is better said before, and until the model is there clients are
-    refused rather than left waiting.
+    Loading a model takes minutes: that the port is in use is better said before.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reserved = socket.socket(family, socket.SOCK_STREAM)
@@ -81,7 +82,7 @@ def reserve(host: str, port: int) -> socket.socket:
 def listen(host: str, port: int, reserved: socket.socket | None = None) -> socket.socket:
     """Open the listening socket, on the reserved one if there is one. Raises ConfigError when the address cannot be had."""
     listener = reserved or reserve(host, port)
-    listener.listen(_BACKLOG)
+    listener.listen(BACKLOG)
     return listener
 
 
@@ -98,7 +99,7 @@ async def serve(app: Quart, listener: socket.socket, stop: asyncio.Event, *, gra
     that are dropped.
     """
     others = asyncio.all_tasks()
-    server = asyncio.create_task(hypercorn_serve(app, _hypercorn_config(listener, grace_s), shutdown_trigger=stop.wait))
+    server = asyncio.create_task(hypercorn_serve(app, hypercorn_config(listener, grace_s), shutdown_trigger=stop.wait))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({server, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -142,11 +143,11 @@ async def _run_until_signal(app: Quart, listener: socket.socket, grace_s: float)
     await serve(app, listener, stop, grace_s=grace_s)
 
 
-def _hypercorn_config(listener: socket.socket, grace_s: float) -> HypercornConfig:
+def hypercorn_config(listener: socket.socket, grace_s: float) -> HypercornConfig:
     """Settings for long streams: nothing ends a connection that still has a reply to come."""
     config = HypercornConfig()
     config.bind = [f"fd://{listener.detach()}"]
-    config.backlog = _BACKLOG
+    config.backlog = BACKLOG
     config.keep_alive_timeout = _IDLE_CONNECTION_S
     config.h11_max_incomplete_size = _HEADER_LIMIT_BYTES
     config.graceful_timeout = grace_s + 2 * _FAREWELL_S  # `serve` is in charge of the end
