@@ -238,9 +238,9 @@ class Attention(nnx.Module):
             n_comp = jnp.minimum((position + 1) // self.ratio, rows.n_row)
             if projected is not None and rows.n_row > c.index_top_k:
                 slot = jnp.where(offset < span.n[:, None], span.slot[:, None], cache.n_slot)
-                where = jnp.asarray(at.comp), slot.reshape(-1), position.reshape(-1)
+                flat = slot.reshape(-1), position.reshape(-1)
                 omega = frequencies(c, compressed=True)
-                number, count = index.choose_rows(*projected, cache.index, *where, top_k=c.index_top_k, omega=omega, run=t)
+                number, count = index.choose_rows(*projected, cache.index, jnp.asarray(at.comp), *flat, top_k=c.index_top_k, omega=omega)
                 chosen, n_comp = number.reshape(b, t, -1), count.reshape(b, t)
         exact = jnp.float16 if cache.raw.format == "fp8" else jnp.bfloat16  # holds what the cache holds
         o = flash.flash(

@@ -124,19 +124,6 @@ def test_a_row_depends_on_itself_alone() -> None:
     np.testing.assert_array_equal(unused[others], rows[others])
 
 
-def test_tokens_of_a_chunk_that_share_their_keys_choose_as_if_alone() -> None:
-    q, weight, keys = inputs(8, "fp4")
-    slot, position = jnp.int32([2, 2, 2, SLOTS, 0, 0, 0, 0]), jnp.int32([127, 128, 400, 401, 300, 301, 302, 303])
-    where = jnp.int32(1), slot, position
-    rows, n = choose(q, weight, keys, *where)
-    together = jax.jit(partial(kernel.choose_rows, top_k=TOP_K, omega=OMEGA, run=4))
-    rows_together, n_together = together(q, weight, keys, *where)
-    np.testing.assert_array_equal(n, n_together)
-    assert n[3] == 0
-    for one, other, count in zip(np.asarray(rows), np.asarray(rows_together), np.asarray(n), strict=True):
-        np.testing.assert_array_equal(one[:count], other[:count])
-
-
 def test_it_says_what_it_cannot_take() -> None:
     keys = Rows.zeros("bf16", 1, 1, 8, 128, 64)
     assert kernel.fits(keys) and not kernel.fits(dataclasses.replace(keys, parts={"x": keys.parts["x"][..., :64]}))

@@ -6,7 +6,6 @@ scores until k of them lie above it: no sort, and rows come out ascending.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ RATIO = 4  # tokens a row, on every layer that has an indexer
 QUERY_HEADS = 16  # of a program that prepares queries
 SCORE_ROWS = 64  # of a program's tile
 SCORE_WARPS = 4
-GROUP = 4  # tokens of a chunk that share the keys that a program decodes
 SCORE_PROGRAMS = 256  # in all, at most: enough for every processor; sessions share them
 SELECT_TILE = 4096  # scores read at a time
 SELECT_WARPS = 16
@@ -67,7 +65,6 @@ def choose_rows(
     *,
     top_k: int,
     omega: np.ndarray,
-    run: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Choose the rows that each of M tokens attends to: all that it sees, or the top_k best by score, the earlier of equals.
 
@@ -75,7 +72,7 @@ def choose_rows(
         q: [M, I*J] f32, the projected index queries; they are rotated here and, for FP4 keys, mixed and rounded as those were.
         weight: [M, I] f32, the projected weights of the heads. keys: with more rows than top_k, else there is nothing to choose.
         at_comp: int32, one value, the layer of `keys`. slot, position: int32 [M]; a slot past the cache marks a row that nobody uses.
-        omega: [R/2] f32 from `rope.frequencies`. run: so many tokens that stand together are of one slot, those that nobody uses last.
+        omega: [R/2] f32 from `rope.frequencies`.
 
     Returns:
         row numbers int32 [M, top_k], ascending, and how many of them mean something, int32 [M].
@@ -92,12 +89,10 @@ def choose_rows(
     query = launch(partial(_queries, plan=plan), (plan.heads // QUERY_HEADS, m), queries, operands, name="index_query", warps=4)
 
     n_tile = pl.cdiv(layout.n_row, SCORE_ROWS)
-    group = math.gcd(run, GROUP)
-    grid = (min(n_tile, max(4, SCORE_PROGRAMS * group // m)), m // group)
+    grid = (min(n_tile, max(4, SCORE_PROGRAMS // m)), m)
     scores = jax.ShapeDtypeStruct((m, n_tile * SCORE_ROWS), jnp.float32)
     operands = [query, weight, at_comp.reshape(1), slot, position, *stored.operands(keys)]
-    kernel = partial(_scores, plan=plan, programs=grid[0], group=group)
-    score = launch(kernel, grid, scores, operands, name="index_score", warps=SCORE_WARPS)
+    score = launch(partial(_scores, plan=plan, programs=grid[0]), grid, scores, operands, name="index_score", warps=SCORE_WARPS)
 
     out = [jax.ShapeDtypeStruct((m, top_k), jnp.int32), jax.ShapeDtypeStruct((m,), jnp.int32)]
     return launch(partial(_select, plan=plan), (m,), out, [score, slot, position], name="index_select", warps=SELECT_WARPS)
@@ -164,31 +159,27 @@ def _fp4(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0, -value, value) * exp2_int(exponent)[:, None]
 
 
-def _scores(
-    query_ref: Any, weight_ref: Any, at_ref: Any, slot_ref: Any, position_ref: Any, *refs: Any, plan: _Plan, programs: int, group: int
-) -> None:
-    """Score every so-many-th tile of the keys of a group of batch rows."""
+def _scores(query_ref: Any, weight_ref: Any, at_ref: Any, slot_ref: Any, position_ref: Any, *refs: Any, plan: _Plan, programs: int) -> None:
+    """Score every so-many-th tile of a batch row's keys."""
     *keys, score_ref = refs
     parts = dict(zip(plan.keys.names, keys, strict=True))
-    first, rows = pl.program_id(0), [pl.program_id(1) * group + i for i in range(group)]
-    slots, _, counts = zip(*(plan.visible(slot_ref, position_ref, row) for row in rows), strict=True)
-    n = functools.reduce(jnp.maximum, counts)
+    first, row = pl.program_id(0), pl.program_id(1)
+    slot, _, n = plan.visible(slot_ref, position_ref, row)
     n_tile = pl.cdiv(n, SCORE_ROWS)
 
     @pl.when((n > plan.top_k) & (first < n_tile))
     def some_tiles() -> None:
         head, column = jnp.arange(plan.heads), jnp.arange(plan.keys.width // 2)
-        queries = [[query_ref[row, half, pl.ds(0, plan.heads), pl.ds(0, column.shape[0])] for half in range(2)] for row in rows]
-        weights = [plt.load(weight_ref.at[row, head], mask=head < plan.n_head, other=0.0) for row in rows]
-        scale = 1.0 / math.sqrt(plan.n_head * plan.keys.width)
+        low, high = (query_ref[row, half, pl.ds(0, plan.heads), pl.ds(0, column.shape[0])] for half in range(2))
+        weight = plt.load(weight_ref.at[row, head], mask=head < plan.n_head, other=0.0)
+        weight = weight * (1.0 / math.sqrt(plan.n_head * plan.keys.width))
 
         def score(i: jax.Array, nothing: None) -> None:
             number = (first + i * programs) * SCORE_ROWS + jnp.arange(SCORE_ROWS)
-            key_low, key_high = read_keys(parts, plan.keys, at_ref[0], slots[0], number, number < n)
-            for row, (low, high), weight in zip(rows, queries, weights, strict=True):
-                dot = plt.dot(key_low, low, trans_b=True) + plt.dot(key_high, high, trans_b=True)  # [rows, heads]
-                total = jnp.sum(jnp.maximum(dot, 0.0) * (weight * scale)[None, :], axis=1)
-                plt.store(score_ref.at[row, number], jnp.where(total == 0.0, 0.0, total))  # -0.0 would order below 0.0
+            key_low, key_high = read_keys(parts, plan.keys, at_ref[0], slot, number, number < n)
+            dot = plt.dot(key_low, low, trans_b=True) + plt.dot(key_high, high, trans_b=True)  # [rows, heads]
+            total = jnp.sum(jnp.maximum(dot, 0.0) * weight[None, :], axis=1)
+            plt.store(score_ref.at[row, number], jnp.where(total == 0.0, 0.0, total))  # -0.0 would order below 0.0
 
         jax.lax.fori_loop(0, pl.cdiv(n_tile - first, programs), score, None)
 
