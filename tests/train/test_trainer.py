@@ -86,3 +86,5 @@ def test_training_that_goes_wrong_is_taken_back() -> None:
     back = guard.check(state(400, 9.0), float("nan"))
     assert (float(back.weights["w"]), int(back.step), guard.peak) == (2.0, 400, 0.5)
     assert guard.check(state(500, 2.0), 2.0).step == 500
+    last = guard.check(state(600, 2.2), 2.2, is_last=True)  # not so bad as to go back from, and not the best there was
+    assert (float(last.weights["w"]), int(last.step)) == (2.0, 600)

@@ -134,7 +134,7 @@ class Trainer:
             if step % REPORT_EVERY == 0 or step == n_step:
                 value, now = float(lost) / n_lost, time.monotonic()
                 lost, n_lost = jnp.float32(0), 0
-                self.state = guard.check(self.state, value)
+                self.state = guard.check(self.state, value, is_last=step == n_step)
                 tested = self.held_out_loss() if step % (5 * REPORT_EVERY) == 0 or step == n_step else float("nan")
                 curve.rows.append((self.task.name, step, tokens, (now - began) / 60, value, tested))
                 rate = tokens / (now - first)
@@ -164,19 +164,22 @@ class Guard:
     def __init__(self, peak: float) -> None:
         self.peak = peak
         self._best = float("inf")
+        self._best_state: State | None = None
         self._kept: list[State] = []  # of the last reports that were well; what goes wrong has begun some time before it is seen
 
-    def check(self, state: State, loss: float) -> State:
-        """Return the state to go on from. loss: the mean since the last report."""
-        if loss <= 1.2 * self._best + 0.05:
-            self._best = min(self._best, loss)
+    def check(self, state: State, loss: float, *, is_last: bool = False) -> State:
+        """Return the state to go on from, or, at the end, to keep. loss: the mean since the last report."""
+        if loss <= self._best:
+            self._best, self._best_state = loss, jax.tree.map(jnp.copy, state)
+        if loss <= (1.03 if is_last else 1.2) * self._best + 0.05:
             self._kept = [*self._kept[-1:], jax.tree.map(jnp.copy, state)]
             return state
-        if not self._kept:
+        if self._best_state is None:
             raise FloatingPointError("the loss is not a number from the beginning; choose a smaller --peak")
         self.peak /= 2
         _say(f"the loss has risen from {self._best:.3f} to {loss:.3f}: back, with a peak of {self.peak:.1e}")
-        return jax.tree.map(jnp.copy, self._kept[0])._replace(step=state.step)
+        back_to = self._best_state if is_last else self._kept[0]
+        return jax.tree.map(jnp.copy, back_to)._replace(step=state.step)
 
 
 def _batches(seed: int, n_window: int, n_row: int) -> Iterator[np.ndarray]:
