@@ -30,7 +30,7 @@ def random_prompts(n_vocab: int, n: int) -> list[np.ndarray]:
 def text_prompts(tokenizer: Tokenizer, n: int) -> list[np.ndarray]:
     """Ask n times for a story, as a chat does."""
     rng = Random(1)
-    chats = [render((Message("user", story_request(rng, held_out=True)),)) for _ in range(n)]
+    chats = [render((Message("user", story_request(rng, held_out=True)),), thinking=False) for _ in range(n)]
     return [np.asarray(to_ids(chat, tokenizer), np.int32) for chat in chats]
 
 
