@@ -28,9 +28,11 @@ def random_prompts(n_vocab: int, n: int) -> list[np.ndarray]:
 
 
 def text_prompts(tokenizer: Tokenizer, n: int) -> list[np.ndarray]:
-    """Ask n times for a story, as a chat does."""
-    rng = Random(1)
-    chats = [render((Message("user", story_request(rng, held_out=True)),), thinking=False) for _ in range(n)]
+    """Ask for n different stories, as a chat does."""
+    rng, requests = Random(1), set[str]()
+    while len(requests) < n:
+        requests.add(story_request(rng, held_out=True))
+    chats = [render((Message("user", request),), thinking=False) for request in sorted(requests)]
     return [np.asarray(to_ids(chat, tokenizer), np.int32) for chat in chats]
 
 
