@@ -28,6 +28,7 @@ from benchmarks.trace import Spent, read_events, read_sources, split_time
 from ds4jax.cli.bench import parse_counts
 from ds4jax.cli.bench_model import Subject, open_subject
 from ds4jax.cli.bench_report import append_csv, identity, origin, print_table
+from ds4jax.cli.console import note
 from ds4jax.cli.loading import Numerics
 from ds4jax.errors import ConfigError, DecodeFailedError
 from ds4jax.packaged import small_model
@@ -71,7 +72,9 @@ class Stepper:
             with jax.profiler.trace(folder, profiler_options=options):
                 self.run(n_steps)
             events = read_events(Path(folder))
-        sources = read_sources(self.runner.programs["decode", self.bucket].executable.as_text())
+        sources = read_sources(self.runner.programs["decode", self.bucket].executable.as_text() or "")
+        if not sources:
+            note("this program does not say where its operations come from: all but kernels count as other")
         return {part: Spent(s.ms / n_steps, s.launches / n_steps) for part, s in split_time(events, sources).items()}
 
 
