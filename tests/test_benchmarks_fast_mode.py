@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import fast_mode
 from benchmarks.company import Company, Texts, random_prompts, text_prompts
-from benchmarks.fast_mode import CHOOSING, ORACLE, Sizes, against_oracle, divergence, in_company, kl, main
+from benchmarks.fast_mode import CHOOSING, ORACLE, Sizes, divergence, in_company, kl, main
 from benchmarks.int8 import int8_activations, to_int8
 from ds4jax import small_model
 from ds4jax.model.gguf.random_blocks import random_blocks
@@ -107,9 +109,27 @@ def test_divergence_of_the_fast_mode() -> None:
     assert all(0 < value < 0.1 for value in rows.values())
 
 
-def test_float32_against_the_oracle() -> None:
-    (row,) = against_oracle([ORACLE / "tiny-smooth.gguf"], lengths=(5,))
-    assert row["of"] % 5 == 0 and 0 < row["value"] < 1.5e-4
+def test_differences_to_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ORACLE / "tiny-smooth.gguf"
+    with np.load(file.with_suffix(".npz")) as known:
+        runs = {len(known[f"len{n}_tokens"]): (known[f"len{n}_positions"], known[f"len{n}_logits"]) for n in (5, 130, 300, 600)}
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        """Answer as the oracle does, but for one logit of one sequence; NaN where it keeps none."""
+        positions, right = runs[len(tokens)]
+        out = np.full((len(tokens), right.shape[1]), np.nan, np.float32)
+        out[positions] = right
+        out[positions[-1], 3] -= 0.25 if len(tokens) == 300 else 0
+        return out
+
+    def load(path: Path, *, kv_quant: str, dtype: str) -> Any:
+        assert (path, kv_quant, dtype) == (file, "none", "float32")
+        return SimpleNamespace(logits=logits)
+
+    monkeypatch.setattr(fast_mode, "load_model", load)
+    (row,) = fast_mode.against_oracle([file])
+    assert row["value"] == pytest.approx(0.25, abs=1e-5)
+    assert row["of"] == sum(right.size for _, right in runs.values())
 
 
 def test_a_shape_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
