@@ -118,8 +118,8 @@ def part_of(names: Iterable[str], sources: Mapping[str, tuple[str, ...]]) -> str
 
 
 def _stem(name: str) -> str:
-    """Leave out the number that makes a name unique."""
-    return re.sub(r"[._]\d+$", "", name)
+    """Leave out the numbers that make a name unique."""
+    return re.sub(r"([._]+\d+)+$", "", name)
 
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*metadata=\{[^}]*stack_frame_id=(\d+)")

@@ -74,6 +74,7 @@ def test_the_text_of_a_program_tells_where_operations_come_from() -> None:
         (("sm90_gemm_128x64", "dot.3"), "experts"),  # a library's kernel, of an operation that is known
         (("hyper_advance", "custom-call.4"), "hyper-connections"),
         (("attend_part_1",), "attention"),
+        (("dense__2_1",), "dense products"),
         (("copy.9",), "other"),
         (("MemcpyD2H",), "other"),
     ],
