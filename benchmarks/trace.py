@@ -37,6 +37,9 @@ SOURCES = (
     ("model/quant/", "dense products"), ("model/indexer.py", "indexer"), ("model/kernels/index.py", "indexer"),
     ("model/compressor.py", "compressor"), ("model/kernels/extend.py", "compressor"), ("model/norm.py", "norms"),
     ("model/moe.py", "experts"), ("model/attention.py", "attention"), ("model/kernels/attend.py", "attention"),
+    # Between the kernels.
+    ("model/fused.py:_site", "hyper-connections"), ("model/fused.py:Streams", "hyper-connections"),
+    ("model/fused.py:_experts", "experts"), ("model/fused.py:_extend", "compressor"), ("model/fused.py:_attention", "attention"),
 )  # fmt: skip
 
 _CONTAINERS = {"while", "call", "conditional"}  # on a CPU they are events beside those of what they run

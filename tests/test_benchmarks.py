@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trace import KERNELS, PARTS, Event, part_of, read_events, read_sources, split_time
+from benchmarks.trace import KERNELS, PARTS, SOURCES, Event, part_of, read_events, read_sources, split_time
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,6 +96,17 @@ def test_time_is_split_without_a_rest() -> None:
         "dense products": (2.5, 2), "experts": (2.5, 1), "gaps": (3.0, 0),
     }  # fmt: skip
     assert sum(s.ms for s in split_time([], {}).values()) == 0
+
+
+def test_every_source_exists() -> None:
+    """A file or function that is renamed would silently count as other."""
+    for source, _ in SOURCES:
+        name, _, function = source.partition(":")
+        place = ROOT / "ds4jax" / name
+        assert place.exists(), source
+        assert not function or re.search(rf"^\s*(def|class) {function.rsplit('.', 1)[-1]}\b", place.read_text(encoding="utf-8"), re.M), (
+            source
+        )
 
 
 def test_every_kernel_has_a_part() -> None:
