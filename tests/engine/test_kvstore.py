@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -173,6 +174,25 @@ class TestLookup:
         assert found
         assert opened(tmp_path).discard(PROMPT).result(30)
         assert store.load(found) is None and store.find([*PROMPT, 1]) is None
+
+    def test_a_session_that_is_to_go_is_gone_when_the_store_is_closed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = opened(tmp_path)
+        save(store, PROMPT)
+        reading, released = threading.Semaphore(0), threading.Event()
+
+        def slow_read(path: Path) -> None:
+            reading.release()
+            released.wait(30)
+            raise FileNotFoundError(path)
+
+        monkeypatch.setattr("ds4jax.serving.engine.kvstore.store.read_entry", slow_read)
+        for _ in range(16):  # more than there are threads
+            store.fetch([*PROMPT, 1])
+        assert reading.acquire(timeout=30)
+        store.discard(PROMPT)
+        store.close()
+        released.set()
+        assert files(tmp_path) == []
 
 
 class TestSaving:

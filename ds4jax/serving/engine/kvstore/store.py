@@ -114,6 +114,7 @@ class KVStore:
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
         self._reading = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-load")
         self._savings: dict[str, Saving] = {}
+        self._deletions: dict[Path, Future[bool]] = {}
         try:
             self._room.tidy()
         except OSError as error:
@@ -181,7 +182,10 @@ class KVStore:
 
     def discard(self, tokens: Sequence[int] | np.ndarray) -> Future[bool]:
         """Delete the session of exactly these tokens, on a thread of the store, for its state turned out to be of no use."""
-        return self._reading.submit(lambda: self._trouble.delete(self._folder / (entry_key(self._identity, tokens) + SUFFIX)))
+        path = self._folder / (entry_key(self._identity, tokens) + SUFFIX)
+        deletion = self._reading.submit(lambda: self._trouble.delete(path))
+        self._deletions = {**{p: d for p, d in self._deletions.items() if not d.done()}, path: deletion}
+        return deletion
 
     def replay_maps(self) -> Iterator[bytes]:
         """Read the tool-replay maps of all sessions that this server could continue, those used last first."""
@@ -260,6 +264,9 @@ class KVStore:
         for saving in self._savings.values():
             saving.cancel()
         self._reading.shutdown(wait=False, cancel_futures=True)
+        for path, deletion in self._deletions.items():
+            if deletion.cancelled() or not deletion.done():  # it stood behind reads; the next server must not go on from such a session
+                self._trouble.delete(path)
         done = self._writing.submit(lambda: None)  # the queue is in order
         try:
             done.result(within_s)
