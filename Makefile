@@ -6,7 +6,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: serve test check bench clients router clean
+.PHONY: serve test oracle check bench clients router clean
 .DEFAULT_GOAL := serve
 
 # Without MODEL: the small model that comes with the package.
@@ -15,6 +15,10 @@ serve: $(VENV)/.ready
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# What `make test` leaves out, for it takes minutes: the oracle's models of few bits, fed step by step and beside others.
+oracle: $(VENV)/.ready-test
+	DS4JAX_EVERY_PATH=1 $(BIN)/python -m pytest -k "q2 or q4k" tests/engine/test_exact.py $(ARGS)
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff check .
