@@ -33,6 +33,7 @@ from benchmarks.company import Company, random_prompts, text_prompts
 from benchmarks.int8 import int8_activations
 from ds4jax.cli.bench import parse_counts
 from ds4jax.cli.bench_report import append_csv, origin, print_table
+from ds4jax.cli.console import note
 from ds4jax.cli.loading import Numerics, open_model
 from ds4jax.config import FLASH, ModelConfig
 from ds4jax.errors import ConfigError
@@ -198,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--csv", type=Path, default=None)
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
+    command = {"command": shlex.join(["python", "-m", "benchmarks.fast_mode", *arguments])}
     try:
         sizes = Sizes(options.tokens, options.chunk, options.prompts, options.new, parse_counts("--buckets", options.buckets))
         sources = {
@@ -205,13 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "kl": chain(divergence(without_choices(CHOOSING), sizes), divergence(CHOOSING, sizes)),
             "company": companies(options, sizes),
         }
-        rows = list(chain.from_iterable(sources[what] for what in options.only or sources))
+        rows = []
+        for row in chain.from_iterable(sources[what] for what in options.only or sources):
+            rows.append(row)
+            note(", ".join(f"{name} {value}" for name, value in row.items()))
+            if options.csv is not None:  # at once: a run that is stopped has measured what it has measured
+                append_csv(options.csv, [origin(device_name()) | row | command])
     except ConfigError as error:
         parser.error(str(error))
     print_table(f"right answers on {device_name()}", rows, list(rows[0]))
-    if options.csv is not None:
-        command = {"command": shlex.join(["python", "-m", "benchmarks.fast_mode", *arguments])}
-        append_csv(options.csv, [origin(device_name()) | row | command for row in rows])
 
 
 if __name__ == "__main__":

@@ -136,3 +136,16 @@ def test_a_shape_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["--only", "company", "--random", "huge"])
     assert "--preset: got 'huge'" in capsys.readouterr().err
+
+
+def test_rows_are_kept_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped_half_way(files: Any) -> Any:
+        yield fast_mode.result("m", "float32", "oracle: largest difference", 2e-5, 7)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fast_mode, "against_oracle", stopped_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--only", "oracle", "--csv", str(tmp_path / "rows.csv")])
+    header, row = (tmp_path / "rows.csv").read_text(encoding="utf-8").splitlines()
+    assert header == "date,commit,device,jax,model,arithmetic,what,bucket,value,of,command"
+    assert ",m,float32,oracle: largest difference,,2e-05,7,python -m benchmarks.fast_mode --only oracle" in row
