@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
-from ds4jax.model.quant import QTensor, dot, expert_apply, matmul, project, route
+from ds4jax.model.quant import QTensor, expert_apply, matmul, project, route
 from ds4jax.model.quant.kernels import experts, grouped
 from ds4jax.model.sums import ordered_sum
 from ds4jax.model.weights import Take
@@ -90,9 +90,10 @@ class MoE(nnx.Module):
         """Apply the chosen experts [M*X] to x [M, D]: f32 [M*X, D]."""
         plan = route(chosen, self.config.n_expert)
 
-        def one(w1: jax.Array, w3: jax.Array, w2: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
-            hidden = swiglu(dot(x, w1), dot(x, w3), self.clamp) * weight
-            return dot(hidden.astype(x.dtype), w2)
+        def one(w1: QTensor, w3: QTensor, w2: QTensor, x: jax.Array, weight: jax.Array) -> jax.Array:
+            gate, up = (matmul(x, w, out_dtype=jnp.float32) for w in (w1, w3))
+            hidden = swiglu(gate, up, self.clamp) * weight
+            return matmul(hidden.astype(x.dtype), w2, out_dtype=jnp.float32)
 
         return expert_apply(one, weights, [jnp.repeat(x, weight.shape[1], axis=0), weight.reshape(-1, 1)], plan, layer)
 

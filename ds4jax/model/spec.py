@@ -13,7 +13,7 @@ from flax import nnx
 from ds4jax.config import ModelConfig
 from ds4jax.errors import ConfigError
 from ds4jax.model import fused
-from ds4jax.model.quant import PREPARED, QTensor, field_shapes
+from ds4jax.model.quant import QTensor, field_shapes
 from ds4jax.model.rounding import FP8_BLOCK, HADAMARD_WIDTH
 from ds4jax.model.transformer import Transformer
 from ds4jax.model.weights import Take, plan_stacks
@@ -27,7 +27,8 @@ class ModelSpec:
     """All that decides a model's programs: its shape, the type of every tensor, and the arithmetic.
 
     kinds: (tensor name, GGUF type) pairs. kv_quant: "none" or "ds4" (FP8 rows, FP4 indexer). dtype: of matrix products.
-    kernels: whether steps run on kernels for a GPU, whose experts have a layout of their own.
+    kernels: whether steps run on kernels for a GPU, whose experts have a layout of their own. columns: whether matrices lie by columns, as
+    a CPU multiplies faster.
     """
 
     config: ModelConfig
@@ -35,6 +36,7 @@ class ModelSpec:
     kv_quant: str
     dtype: str
     kernels: bool = False
+    columns: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_quant not in KV_QUANTS:
@@ -55,8 +57,14 @@ class ModelSpec:
 
 
 def describe(config: ModelConfig, kinds: Sequence[tuple[str, str]], kv_quant: str, dtype: str) -> ModelSpec:
-    """Describe a model for this machine's device: with kernels where there is a GPU, the type is bfloat16, and they take its shape."""
+    """Describe a model for this machine's device.
+
+    With kernels where there is a GPU, the type is bfloat16, and they take its shape; by columns where there is only a CPU and the type is
+    float32.
+    """
     spec = ModelSpec(config, tuple(kinds), kv_quant, dtype)
+    if dtype == "float32" and jax.default_backend() == "cpu":
+        return replace(spec, columns=True)
     if dtype != "bfloat16" or jax.default_backend() != "gpu":
         return spec
     with_kernels = replace(spec, kernels=True)
@@ -80,12 +88,12 @@ class AbstractSource:
         """Return a tensor's type (F32 where the file lacks the tensor: the binding reports it)."""
         return self.kinds.get(name, "F32")
 
-    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
+    def matrix(
+        self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: str | None
+    ) -> Any:
         """Return a QTensor of ShapeDtypeStructs."""
         self.asked += [name for names in layers for name in names]
-        kind = self.kind(layers[0][0])
-        if prepared:
-            kind = PREPARED.get(kind, kind)
+        kind = prepared or self.kind(layers[0][0])
         return QTensor(kind, field_shapes(kind, (len(layers), *shape) if stacked else shape))
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
@@ -96,7 +104,8 @@ class AbstractSource:
 
 def build(spec: ModelSpec, source: Any) -> Transformer:
     """Build the model with weights from a source (abstract, or a file)."""
-    return Transformer(spec.config, Take(source, plan_stacks(spec.config, dict(spec.kinds)), spec.kernels), spec.kv_quant)
+    take = Take(source, plan_stacks(spec.config, dict(spec.kinds)), spec.kernels, columns=spec.columns)
+    return Transformer(spec.config, take, spec.kv_quant)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, take: Take, kv_quant: str) -> None:
         self.config, self.kernels = config, take.kernels
-        self.token_embd = nnx.Param(take.matrix("token_embd.weight", config.n_vocab, config.n_embd))
+        self.token_embd = nnx.Param(take.lookup("token_embd.weight", config.n_vocab, config.n_embd))
         self.stacks = nnx.List([Stack(config, take, plan, kv_quant) for plan in take.plans])
         self.output_hc = HyperHead(config, take)
         self.output_norm = nnx.Param(take.vector("output_norm.weight", config.n_embd))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ds4jax.config import ModelConfig
-from ds4jax.model.quant import Joined, places
+from ds4jax.model.quant import COLUMNS, PREPARED, Joined, places, suits_columns
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class Source(Protocol):
         """Return the GGUF type of a tensor."""
         ...
 
-    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
+    def matrix(
+        self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: str | None
+    ) -> Any:
         """Return a QTensor of `shape` ([n_out, n_in], or [E, n_out, n_in]), with a leading axis len(layers) if stacked.
 
         layers: for each layer the tensors of one format that are joined along n_out; rows: n_out of each.
-        prepared: convert to the layout that kernels read, where the format has one.
+        prepared: the layout to convert to, instead of that of the file.
         """
         ...
 
@@ -52,31 +54,40 @@ class Source(Protocol):
 class Take:
     """What a module asks for its weights. Names are GGUF's, without `blk.N.` inside a layer.
 
-    kernels: whether experts are taken in the layout that kernels read.
+    kernels: whether experts are taken in the layout that kernels read. columns: whether matrices that gain from it are taken by columns.
     """
 
-    def __init__(self, source: Source, plans: Sequence[StackPlan], kernels: bool, layers: range | None = None) -> None:
-        self.source, self.plans, self.kernels, self._layers = source, tuple(plans), kernels, layers
+    def __init__(
+        self, source: Source, plans: Sequence[StackPlan], kernels: bool, layers: range | None = None, *, columns: bool = False
+    ) -> None:
+        self.source, self.plans, self.kernels, self._layers, self._columns = source, tuple(plans), kernels, layers, columns
 
     def stacked(self, plan: StackPlan, offset: int) -> LayerTake:
         """Return the take of one member of a stack's pattern."""
-        return Take(self.source, (), self.kernels, plan.layers(offset))
+        return Take(self.source, (), self.kernels, plan.layers(offset), columns=self._columns)
 
     def matrix(self, name: str, n_out: int, n_in: int) -> Any:
         """Return a packed matrix [n_out, n_in], in whatever format the file holds."""
         return self._matrix([name], [n_out], (n_out, n_in))
 
+    def lookup(self, name: str, n_row: int, width: int) -> Any:
+        """Return a packed matrix [n_row, width] whose rows are looked up, one by one."""
+        return self._packed([name], [n_row], (n_row, width), None)
+
     def joined(self, members: Mapping[str, int], n_in: int) -> Joined:
         """Return packed matrices [n_out, n_in] that meet the same inputs. members: n_out by name."""
         names, rows = list(members), list(members.values())
-        groups, columns = places([self.source.kind(self._names(name)[0]) for name in names], rows)
+        groups, columns = places([self._kind(name) for name in names], rows)
         return Joined(
             tuple(self._matrix([names[i] for i in g], [rows[i] for i in g], (sum(rows[i] for i in g), n_in)) for g in groups), columns
         )
 
     def experts(self, name: str, n_expert: int, n_out: int, n_in: int) -> Any:
         """Return packed matrices [n_expert, n_out, n_in] of routed experts."""
-        return self._matrix([name], [n_out], (n_expert, n_out, n_in), prepared=self.kernels)
+        shape = (n_expert, n_out, n_in)
+        if self.kernels:
+            return self._packed([name], [n_out], shape, PREPARED.get(self._kind(name)))
+        return self._matrix([name], [n_out], shape)
 
     def vector(self, name: str, *shape: int) -> Any:
         """Return a small float32 array (norms, sinks, scales, biases)."""
@@ -86,9 +97,17 @@ class Take:
         """Return an int32 array."""
         return self.source.array(self._names(name), shape, "int32", stacked=self._layers is not None)
 
-    def _matrix(self, names: Sequence[str], rows: Sequence[int], shape: tuple[int, ...], *, prepared: bool = False) -> Any:
+    def _matrix(self, names: Sequence[str], rows: Sequence[int], shape: tuple[int, ...]) -> Any:
+        kind = self._kind(names[0])
+        by_columns = self._columns and suits_columns(kind, *shape[-2:])
+        return self._packed(names, rows, shape, COLUMNS[kind] if by_columns else None)
+
+    def _packed(self, names: Sequence[str], rows: Sequence[int], shape: tuple[int, ...], prepared: str | None) -> Any:
         layers = list(zip(*(self._names(name) for name in names), strict=True))
         return self.source.matrix(layers, rows, shape, stacked=self._layers is not None, prepared=prepared)
+
+    def _kind(self, name: str) -> str:
+        return self.source.kind(self._names(name)[0])
 
     def _names(self, name: str) -> list[str]:
         return [name] if self._layers is None else [f"blk.{layer}.{name}" for layer in self._layers]

@@ -87,7 +87,9 @@ class GivenWeights:
         """All are plain float32 while they are trained."""
         return "F32"
 
-    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
+    def matrix(
+        self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: str | None
+    ) -> Any:
         """Return a QTensor of float32."""
         joined = [jnp.concatenate([self._weights[name] for name in names], axis=-2) for names in layers]
         return QTensor("F32", {"w": jnp.stack(joined) if stacked else joined[0]})

@@ -16,7 +16,7 @@ import numpy as np
 
 from ds4jax.errors import BindingError, ModelFileError
 from ds4jax.model.gguf.reader import GGUFFile, TensorInfo
-from ds4jax.model.quant import KINDS, PREPARED, QTensor, field_shapes, pack, prepare, unpack
+from ds4jax.model.quant import COLUMNS, KINDS, PREPARED, QTensor, arrange, field_shapes, pack, unpack
 from ds4jax.model.spec import AbstractSource, FlatModel, ModelSpec, build
 
 STACK_ON_HOST_BYTES = 16 << 20  # smaller tensors are cheaper to stack here than to place one by one on the device
@@ -65,7 +65,9 @@ class _CheckingSource(AbstractSource):
         self.missing: list[str] = []
         self.wrong: list[str] = []
 
-    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
+    def matrix(
+        self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: str | None
+    ) -> Any:
         """Check names, types and shapes of a matrix."""
         for names in layers:
             for name, n in zip(names, rows, strict=True):
@@ -100,20 +102,22 @@ class FileSource:
         """Return a tensor's type."""
         return self.file.tensors[name].kind
 
-    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
+    def matrix(
+        self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: str | None
+    ) -> Any:
         """Return a QTensor on the device."""
         kind = self.kind(layers[0][0])
-        prepared = prepared and kind in PREPARED
-        if not prepared and sum(self.file.tensors[name].nbytes for name in layers[0]) < STACK_ON_HOST_BYTES:
+        to = prepared or kind
+        if to not in PREPARED.values() and sum(self.file.tensors[name].nbytes for name in layers[0]) < STACK_ON_HOST_BYTES:
             parts = [self._joined(names) for names in layers]
-            return QTensor(kind, {k: jnp.asarray(np.stack([p[k] for p in parts]) if stacked else parts[0][k]) for k in parts[0]})
-        to = PREPARED[kind] if prepared else kind
+            fields = {k: np.stack([p[k] for p in parts]) if stacked else parts[0][k] for k in parts[0]}
+            return jax.tree.map(jnp.asarray, arrange(QTensor(kind, fields), to))
         leaves = {k: jnp.zeros(s.shape, s.dtype) for k, s in field_shapes(to, (len(layers), *shape)).items()}
         for i, names in enumerate(layers):
             row = 0
             for name, n in zip(names, rows, strict=True):
                 part_shape = (*shape[:-2], n, shape[-1])
-                leaves = _place(leaves, jnp.asarray(self._tensor(name).raw), np.asarray([i, row], np.int32), kind, part_shape, prepared)
+                leaves = _place(leaves, jnp.asarray(self._tensor(name).raw), np.asarray([i, row], np.int32), kind, part_shape, to)
                 row += n
         return QTensor(to, leaves if stacked else {k: a[0] for k, a in leaves.items()})
 
@@ -137,17 +141,14 @@ class FileSource:
 
 
 @partial(jax.jit, donate_argnums=0, static_argnums=(3, 4, 5))
-def _place(
-    leaves: dict[str, jax.Array], raw: jax.Array, at: jax.Array, kind: str, shape: tuple[int, ...], prepared: bool
-) -> dict[str, jax.Array]:
+def _place(leaves: dict[str, jax.Array], raw: jax.Array, at: jax.Array, kind: str, shape: tuple[int, ...], to: str) -> dict[str, jax.Array]:
     """Write a tensor's bytes into a stack's leaves, in place. at: layer and first row. The device splits bytes faster."""
-    part = QTensor(kind, unpack(kind, raw, shape))
-    if prepared:
-        part = prepare(part)
+    part = arrange(QTensor(kind, unpack(kind, raw, shape)), to)
+    axis = -1 if to in COLUMNS.values() else -2
 
     def put(a: jax.Array, b: jax.Array) -> jax.Array:
         first = [jnp.int32(0)] * a.ndim
-        first[0], first[len(shape) - 1] = at[0], at[1]
+        first[0], first[axis] = at[0], at[1]
         return jax.lax.dynamic_update_slice(a, b[None], first)
 
     return {k: put(a, part.fields[k]) for k, a in leaves.items()}

@@ -15,7 +15,7 @@ import numpy as np
 from ds4jax.config import ModelConfig
 from ds4jax.model.gguf.layout import TensorSpec, ds4_tensors
 from ds4jax.model.gguf.random_blocks import random_blocks
-from ds4jax.model.quant import PREPARED, QTensor, pack, prepare
+from ds4jax.model.quant import PREPARED, QTensor, arrange, pack
 from ds4jax.model.spec import FlatModel, ModelSpec, build, describe
 
 _POOL_ROWS = 512  # distinct rows of a matrix or a table; each of its rows is one of them
@@ -51,7 +51,9 @@ class _RandomSource:
         """Return a tensor's type."""
         return self._tensors[name].kind
 
-    def matrix(self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: bool) -> Any:
+    def matrix(
+        self, layers: Sequence[Sequence[str]], rows: Sequence[int], shape: tuple[int, ...], *, stacked: bool, prepared: str | None
+    ) -> Any:
         """Return a QTensor on the device."""
         tensor = self._tensors[layers[0][0]]
         full = (len(layers), *shape) if stacked else shape
@@ -61,10 +63,11 @@ class _RandomSource:
         else:
             raw = random_blocks(self._rng, tensor.kind, pool_shape, tensor.std)
         pool = QTensor(tensor.kind, pack(tensor.kind, raw, pool_shape))
-        if prepared and tensor.kind in PREPARED:  # rows are prepared each by itself, so the pool stands for them
-            pool = jax.tree.map(np.asarray, prepare(jax.tree.map(jnp.asarray, pool)))
+        to = prepared or tensor.kind
+        if to in PREPARED.values():  # rows are prepared each by itself, so the pool stands for them
+            pool = jax.tree.map(np.asarray, arrange(jax.tree.map(jnp.asarray, pool), to))
         picks = self._rows(full[:-1])
-        return QTensor(pool.kind, {name: _spread(field, picks) for name, field in pool.fields.items()})
+        return arrange(QTensor(pool.kind, {name: _spread(field, picks) for name, field in pool.fields.items()}), to)
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
         """Return an array on the device; of an int32 table each row holds distinct experts."""

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ds4jax.model.quant.formats import dequantize
-from ds4jax.model.quant.matmul import dot
+from ds4jax.model.quant.matmul import matmul
 from ds4jax.model.quant.qtensor import QTensor, take_layer
 
 MOST_ROWS = 64  # of a block
 PAIRS_A_TURN = 16  # what an accelerator expands at a time; at the size of DeepSeek V4 Flash a quarter of a gigabyte of bfloat16
 MANY_PAIRS = 512  # up to here an accelerator takes turns
 
-# (weights [N, K] ..., rows [R, ...] ...) -> f32 [R, N'], each row by itself.
+# (packed weights [N, K] ..., rows [R, ...] ...) -> f32 [R, N'], each row by itself.
 RowFunction = Callable[..., Array]
 
 
@@ -78,7 +77,7 @@ def expert_apply(
     Doing all of an expert's products in one visit decodes its weights once and keeps what is between them out of memory.
 
     Args:
-        function: takes weights [N, K] in the type of the first rows, then R rows of each of `rows`; treats every row by itself.
+        function: takes packed weights [N, K], then R rows of each of `rows`; treats every row by itself (as `matmul` does).
         weights: [E, N, K] each, or [L, E, N, K] with a layer index (may be traced). Only the chosen experts are read.
         rows: [P, ...] each.
 
@@ -101,12 +100,13 @@ def expert_matmul(
     x: Array, w: QTensor, plan: RoutingPlan, layer: Array | int | None = None, *, out_dtype: DTypeLike | None = None
 ) -> Array:
     """Multiply each row of x [P, K] by its expert's matrix: [P, N] in `out_dtype` (default: x.dtype), accumulated in float32."""
-    return expert_apply(lambda w, x: dot(x, w), [w], [x], plan, layer).astype(out_dtype or x.dtype)
+    product = partial(matmul, out_dtype=jnp.float32)
+    return expert_apply(lambda w, x: product(x, w), [w], [x], plan, layer).astype(out_dtype or x.dtype)
 
 
 def _in_blocks(function: RowFunction, weights: Sequence[QTensor], rows: Sequence[Array], plan: RoutingPlan, first_expert: Array) -> Array:
     """Visit block after block, decoding its expert's weights once for all its rows."""
-    n_pairs, n_rows, dtype = plan.order.shape[0], plan.block_rows, rows[0].dtype
+    n_pairs, n_rows = plan.order.shape[0], plan.block_rows
     # One block of slack: a block that is not full runs into the next expert's rows, whose own block comes later and overwrites that.
     ordered = [jnp.pad(a[plan.order], ((0, n_rows), *((0, 0),) * (a.ndim - 1))) for a in rows]
 
@@ -114,17 +114,17 @@ def _in_blocks(function: RowFunction, weights: Sequence[QTensor], rows: Sequence
         expert, at = first_expert + plan.block_expert[b], plan.block_start[b]
         # Read before it is decoded: fused with its slice, the k-quants' decoding is three times slower on a CPU.
         packed = lax.optimization_barrier([take_layer(w, expert) for w in weights])
-        product = function(*(dequantize(w, dtype) for w in packed), *(lax.dynamic_slice_in_dim(a, at, n_rows) for a in ordered))
+        product = function(*packed, *(lax.dynamic_slice_in_dim(a, at, n_rows) for a in ordered))
         return lax.dynamic_update_slice_in_dim(out, product, at, 0)
 
-    shape = jax.eval_shape(partial(_one_turn, function, weights, dtype), *(jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for a in rows))
+    shape = jax.eval_shape(partial(_one_turn, function, weights), *(jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for a in rows))
     out = jnp.zeros((n_pairs + n_rows, shape.shape[-1]), jnp.float32)
     return lax.fori_loop(0, plan.n_blocks, block, out)[plan.inverse]
 
 
-def _one_turn(function: RowFunction, weights: Sequence[QTensor], dtype: DTypeLike, *rows: Array) -> Array:
+def _one_turn(function: RowFunction, weights: Sequence[QTensor], *rows: Array) -> Array:
     """Apply the first expert (for its result's shape alone)."""
-    return function(*(dequantize(take_layer(w, 0), dtype) for w in weights), *rows)
+    return function(*(take_layer(w, 0) for w in weights), *rows)
 
 
 def _in_turns(function: RowFunction, weights: Sequence[QTensor], rows: Sequence[Array], plan: RoutingPlan, first_expert: Array) -> Array:
@@ -144,8 +144,7 @@ def _in_turns(function: RowFunction, weights: Sequence[QTensor], rows: Sequence[
         # Where nobody is chosen the index is n_expert: any expert will do.
         index = first_expert + jnp.minimum(pairs[0], plan.n_expert - 1)
         chosen = [jax.tree.map(lambda a: a.at[index].get(mode="promise_in_bounds"), w) for w in weights]
-        each = [dequantize(w, rows[0].dtype) for w in chosen]
-        return jax.vmap(function)(*each, *(a[:, None] for a in pairs[1:]))[:, 0]
+        return jax.vmap(function)(*chosen, *(a[:, None] for a in pairs[1:]))[:, 0]
 
     pairs = (cut(plan.expert), *map(cut, rows))
     y = turn(tuple(a[0] for a in pairs))[None] if n_turns == 1 else lax.map(turn, pairs)

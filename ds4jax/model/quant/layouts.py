@@ -7,7 +7,7 @@ fields is therefore a pure permutation of its bytes. Quants stay in whole bytes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import jax.numpy as jnp
@@ -30,11 +30,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """A block type: how many values a block holds, its bytes, and its parts by field name."""
+    """A block type: how many values a block holds, its bytes, and its parts by field name.
+
+    by_columns: the last two axes of every field are swapped.
+    """
 
     values: int
     block: np.dtype
     parts: Mapping[str, Part]
+    by_columns: bool = False
 
 
 def layout_of(kind: str) -> Layout:
@@ -86,8 +90,12 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     }
 )
 
-# Of weights put in order for kernels (`repack`). They are in no file: the blocks only say how many elements of a field 256 values need.
-# No field has more than one element for 32 values, so that none of a large model's has more than 2**31.
+# GGUF type -> the layout that holds the same weights by columns (`columns`).
+COLUMNS: Mapping[str, str] = MappingProxyType({kind: f"{kind}:columns" for kind in ("F32", "F16", "BF16", "Q8_0")})
+
+# Of weights put in order for kernels (`repack`) or turned around (`columns`). They are in no file: the blocks only say how many elements of
+# a field 256 values need. Those for kernels have no field with more than one element for 32 values, so that none of a large model's has
+# more than 2**31.
 PREPARED_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "IQ2_XXS:words": _layout(256, [("code0", "<u4", 8), ("code1", "<u4", 8), ("sign", "<u4", 8), ("scale", "u1", 8), ("d", "<f2")]),
@@ -97,5 +105,6 @@ PREPARED_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "Q4_K:words": _layout(
             256, [*((f"q{i}", "<u4", 8) for i in range(4)), ("scale", "u1", 8), ("least", "u1", 8), ("d", "<f2"), ("dmin", "<f2")]
         ),
+        **{to: replace(LAYOUTS[kind], by_columns=True) for kind, to in COLUMNS.items()},
     }
 )

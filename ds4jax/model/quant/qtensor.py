@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from ds4jax.errors import ModelFileError
-from ds4jax.model.quant.layouts import layout_of
+from ds4jax.model.quant.layouts import Part, layout_of
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["fields"], meta_fields=["kind"])
@@ -22,7 +22,8 @@ class QTensor:
     """A weight [..., N, K] that stays packed as in its GGUF file.
 
     kind: GGUF type name; fields: arrays [..., N, K / values a block * elements a block], named in `layouts`. All fields share the leading
-    axes (layers, experts, rows), so that stacking and indexing these is a `jax.tree.map`.
+    axes (layers, experts, rows), so that stacking and indexing these is a `jax.tree.map`. Of weights by columns the last two axes are
+    swapped, so that rows are the last.
     """
 
     kind: str
@@ -33,8 +34,10 @@ class QTensor:
         """Logical shape [..., N, K]."""
         layout = layout_of(self.kind)
         name, part = next(iter(layout.parts.items()))
-        *leading, width = self.fields[name].shape
-        return (*leading, width // part.count * layout.values)
+        *leading, n, width = self.fields[name].shape
+        if layout.by_columns:
+            n, width = width, n
+        return (*leading, n, width // part.count * layout.values)
 
     @property
     def nbytes(self) -> int:
@@ -48,9 +51,14 @@ def field_shapes(kind: str, shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStr
     Raises ModelFileError where K is no whole number of blocks.
     """
     layout = layout_of(kind)
-    *leading, k = shape
+    *leading, n, k = shape
     n_blocks = _n_blocks(kind, k)
-    return {name: jax.ShapeDtypeStruct((*leading, n_blocks * part.count), part.dtype) for name, part in layout.parts.items()}
+
+    def field_shape(part: Part) -> tuple[int, ...]:
+        width = n_blocks * part.count
+        return (*leading, width, n) if layout.by_columns else (*leading, n, width)
+
+    return {name: jax.ShapeDtypeStruct(field_shape(part), part.dtype) for name, part in layout.parts.items()}
 
 
 def row_bytes(kind: str, k: int) -> int:

@@ -19,8 +19,10 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ds4jax.model.quant.columns import to_columns
 from ds4jax.model.quant.iq2 import SELECTORS
 from ds4jax.model.quant.kquants import scales_and_mins
+from ds4jax.model.quant.layouts import COLUMNS
 from ds4jax.model.quant.qtensor import QTensor
 
 # GGUF type -> the prepared layout that holds the same weights (in `layouts`).
@@ -32,6 +34,13 @@ Fields = dict[str, Array]
 def prepare(w: QTensor) -> QTensor:
     """Convert a weight [..., N, K] of a type in PREPARED to its prepared layout: the same integers and scales, row by row."""
     return QTensor(PREPARED[w.kind], _PREPARE[w.kind](w.fields))
+
+
+def arrange(w: QTensor, to: str) -> QTensor:
+    """Convert a weight to the layout `to`: the one that it has, its prepared one, or by columns."""
+    if to == w.kind:
+        return w
+    return to_columns(w) if to == COLUMNS.get(w.kind) else prepare(w)
 
 
 # ---------------------------------------------------------------- from the file's order

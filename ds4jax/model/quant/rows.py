@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ds4jax.model.quant.columns import take_outputs
 from ds4jax.model.quant.formats import dequantize
 from ds4jax.model.quant.matmul import matmul
 from ds4jax.model.quant.qtensor import QTensor
@@ -19,5 +20,6 @@ def embed(index: Array, w: QTensor) -> Array:
 
 def grouped_matmul(x: Array, w: QTensor, *, out_dtype: DTypeLike | None = None) -> Array:
     """Multiply x [M, G, K] by w [G * R, K], group g of x by rows [g * R, (g + 1) * R): [M, G, R] in `out_dtype` (default: x.dtype)."""
-    groups = jax.tree.map(lambda a: a.reshape(x.shape[1], -1, a.shape[-1]), w)
-    return jnp.stack([matmul(x[:, g], jax.tree.map(lambda a, g=g: a[g], groups), out_dtype=out_dtype) for g in range(x.shape[1])], axis=1)
+    n_group = x.shape[1]
+    n = w.shape[-2] // n_group
+    return jnp.stack([matmul(x[:, g], take_outputs(w, g * n, n), out_dtype=out_dtype) for g in range(n_group)], axis=1)
