@@ -12,7 +12,6 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 
-from ds4jax.model import moe
 from ds4jax.model.quant import QTensor
 
 # The package gives its function the same name.
@@ -32,20 +31,24 @@ class _Packed:
 @contextmanager
 def int8_activations() -> Iterator[None]:
     """Round what meets packed weights, in programs that are traced within: a function that was compiled before stays as it was."""
-    dequantize, dot = products.dequantize, products.dot
+    dequantize, dot, multiply_columns = products.dequantize, products.dot, products.multiply_columns
 
     def marked(w: QTensor, dtype: Any = None) -> Any:
         expanded = dequantize(w, dtype)
-        return expanded if w.kind in PLAIN_KINDS else _Packed(expanded)
+        return _Packed(expanded) if _is_packed(w) else expanded
 
     def rounded(x: jax.Array, w: Any, **options: Any) -> jax.Array:
         return dot(to_int8(x), w.weights, **options) if isinstance(w, _Packed) else dot(x, w, **options)
 
-    def of_experts(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
-        return dot(to_int8(x), w, **options)
+    def by_columns(x: jax.Array, w: QTensor) -> jax.Array:
+        return multiply_columns(to_int8(x) if _is_packed(w) else x, w)
 
-    with patch.object(products, "dequantize", marked), patch.object(products, "dot", rounded), patch.object(moe, "dot", of_experts):
+    with patch.multiple(products, dequantize=marked, dot=rounded, multiply_columns=by_columns):
         yield
+
+
+def _is_packed(w: QTensor) -> bool:
+    return w.kind.partition(":")[0] not in PLAIN_KINDS  # what follows is how they lie
 
 
 def to_int8(x: jax.Array) -> jax.Array:
