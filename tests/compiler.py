@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from jax.stages import Lowered
 
 # What tests/conftest.py turns off, turned on for one program: options of `compile`.
-AS_USERS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False, "xla_cpu_use_fusion_emitters": True}
+AS_USERS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
+    AS_USERS["xla_cpu_use_fusion_emitters"] = True
 
 _compile = Lowered.compile
 
