@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,12 @@ _compile = Lowered.compile
 
 def _compile_as_users_do(lowered: Lowered, compiler_options: dict[str, Any] | None = None, **others: Any) -> Any:
     return _compile(lowered, compiler_options=AS_USERS | (compiler_options or {}), **others)
+
+
+def run_as_users_do(function: Callable[..., Any], *args: Any) -> Any:
+    """Compile a function of arrays as users do, and call it. Plain `jax.jit` takes the options of the tests."""
+    with compiled_as_users_do():
+        return jax.jit(function).lower(*args).compile()(*args)
 
 
 @contextmanager

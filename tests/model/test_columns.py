@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ds4jax.model import quant
-from tests.compiler import compiled_as_users_do
+from tests.compiler import run_as_users_do
 
 ROWS = (1, 2, 5, 16, 127, 256)  # among them those at which another way of multiplying begins
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_users() -> Iterator[None]:
-    with compiled_as_users_do():
-        yield
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -59,10 +51,9 @@ def test_the_same_values_and_bytes(kind: str) -> None:
 def test_a_row_has_the_same_bits_among_any_number_of_rows(kind: str, n: int, k: int) -> None:
     w, x = weight(kind, n, k), numbers(ROWS[-1], k)
     assert quant.suits_columns(kind, n, k)
-    multiply = jax.jit(quant.matmul)
-    whole = np.asarray(multiply(x, by_columns(w)))
+    whole = np.asarray(run_as_users_do(quant.matmul, x, by_columns(w)))
     for m in ROWS[:-1]:
-        assert same_bits(multiply(x[:m], by_columns(w)), whole[:m]), f"{m} rows differ from {ROWS[-1]}"
+        assert same_bits(run_as_users_do(quant.matmul, x[:m], by_columns(w)), whole[:m]), f"{m} rows differ from {ROWS[-1]}"
     exact = x.astype(np.float64) @ np.asarray(quant.dequantize(w), np.float64).T
     np.testing.assert_allclose(whole, exact, rtol=0, atol=3e-6 * np.abs(exact).max())
 
@@ -87,11 +78,14 @@ def test_an_expert_gives_a_pair_the_same_bits_among_any_number_of_pairs() -> Non
     n_expert, n_pairs = 4, 40
     w = weight("Q8_0", 2, n_expert, 64, 128)
     x, expert = numbers(n_pairs, 128), np.random.default_rng(0).integers(0, n_expert + 1, n_pairs)
-    multiply = jax.jit(lambda x, e, w: quant.expert_matmul(x, w, quant.route(e, n_expert), 1))
-    whole = np.asarray(multiply(x, expert, by_columns(w)))
+
+    def multiply(x: jax.Array, expert: jax.Array, w: quant.QTensor) -> jax.Array:
+        return quant.expert_matmul(x, w, quant.route(expert, n_expert), 1)
+
+    whole = np.asarray(run_as_users_do(multiply, x, expert, by_columns(w)))
     for n in (1, 3, 12):
-        assert same_bits(multiply(x[:n], expert[:n], by_columns(w)), whole[:n])
-    np.testing.assert_allclose(whole, multiply(x, expert, w), rtol=0, atol=1e-5 * np.abs(whole).max())
+        assert same_bits(run_as_users_do(multiply, x[:n], expert[:n], by_columns(w)), whole[:n])
+    np.testing.assert_allclose(whole, jax.jit(multiply)(x, expert, w), rtol=0, atol=1e-5 * np.abs(whole).max())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,10 @@ from ds4jax.model.norm import rms_norm
 from ds4jax.model.quant import dot
 from ds4jax.model.softmax import RunningSoftmax
 from ds4jax.model.sums import largest, ordered_softmax, ordered_sum
-from tests.compiler import compiled_as_users_do
+from tests.compiler import run_as_users_do
 
 BATCHES = (1, 3, 16, 512)  # among them the sizes at which XLA changes its ways
 MOST = BATCHES[-1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_users() -> Iterator[None]:
-    with compiled_as_users_do():
-        yield
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -32,9 +26,9 @@ def numbers(*shape: int) -> np.ndarray:
 
 def assert_rows_stand_alone(function: Callable[..., jax.Array], *args: np.ndarray) -> None:
     """Run the first rows of the arguments, so many of them, and compare the rows of all results bit by bit."""
-    whole = np.asarray(jax.jit(function)(*args))
+    whole = np.asarray(run_as_users_do(function, *args))
     for n in BATCHES[:-1]:
-        some = np.asarray(jax.jit(function)(*(a[:n] for a in args)))
+        some = np.asarray(run_as_users_do(function, *(a[:n] for a in args)))
         assert some.tobytes() == whole[:n].tobytes(), f"{n} rows differ from {MOST}"
 
 
@@ -85,10 +79,9 @@ def test_attention(n_head: int, k: int, n_row: int) -> None:
 def test_rows_that_nobody_sees_change_no_bit() -> None:
     q, rows = numbers(2, 1, 4, 64), numbers(2, 32, 64)
 
-    @jax.jit
     def attend(q: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         begun = RunningSoftmax.start(jnp.zeros(4), q).absorb(q, rows, jnp.ones((2, 1, 32), bool))
         return begun.result(), begun.absorb(q, rows, jnp.zeros((2, 1, 32), bool)).result()
 
-    before, after = attend(q, rows)
+    before, after = run_as_users_do(attend, q, rows)
     assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
