@@ -27,8 +27,8 @@ Rows = Sequence[dict[str, str]]
 
 
 def latest(rows: Rows) -> dict[int, float]:
-    """Take the last measurement of each bucket with all 43 layers and 2,048 tokens in every slot."""
-    full = [row for row in rows if row["layers"] == "43" and row["live"] == "2048"]
+    """Take the last measurement of each bucket with all 43 layers and 2,048 tokens in every slot, of 4,096."""
+    full = [row for row in rows if (row["layers"], row["live"], row["ctx"]) == ("43", "2048", "4096")]
     return dict(sorted({int(row["bucket"]): float(row["ms_median"]) for row in full}.items()))
 
 

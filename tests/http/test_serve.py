@@ -135,7 +135,8 @@ def test_a_reserved_address_is_taken_but_refuses_clients_until_it_is_served() ->
 def test_while_the_model_is_loaded_everybody_is_told(make_server: MakeServer) -> None:
     with reserve("127.0.0.1", 0) as reserved, httpx.Client(base_url=url_of(reserved), timeout=10) as client:
         with waiting_room(reserved):
-            assert [client.get(path).status_code for path in ("/live", "/ready", "/health", "/metrics")] == [200, 503, 503, 503]
+            replies = [client.get(path) for path in ("/live", "/ready", "/health", "/metrics")]
+            assert [(reply.status_code, "Retry-After" in reply.headers) for reply in replies] == [(200, False), *[(503, True)] * 3]
             chat = client.post("/v1/chat/completions", content=b"x" * 2_000_000)
             assert (chat.status_code, chat.json()["error"]["code"]) == (503, "loading")
             assert int(chat.headers["Retry-After"]) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from ds4jax.model.hyper import HyperConnection, HyperHead, doubly_stochastic, weighted_sum
 from ds4jax.model.quant import QTensor, matmul
 
-# Larger logits are held down: from some ten on, iterations come to no end and their gradient is nil, and logits drift by hundreds.
+# Larger logits are held down: the iterations do not bring them to a limit, and without a bound they drifted to hundreds.
 LARGEST_LOGIT = 8.0
 
 Matrix = tuple[tuple[jax.Array, ...], ...]  # rows of entries [M]: elementwise code fuses, reductions over so short axes do not
@@ -28,8 +29,8 @@ def _forward(z: jax.Array, n_iter: int, eps: float) -> tuple[jax.Array, jax.Arra
 
 def _backward(n_iter: int, eps: float, z: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     # As at the limit it would be cheaper, and wrong by its own size for logits that the iterations do not bring there.
-    (dz,) = jax.vjp(partial(_iterated, n_iter=n_iter, eps=eps), z)[1](g)
-    return (dz,)
+    pull_back: Callable[[jax.Array], tuple[jax.Array]] = jax.vjp(partial(_iterated, n_iter=n_iter, eps=eps), z)[1]
+    return pull_back(g)
 
 
 combination.defvjp(_forward, _backward)

@@ -30,18 +30,18 @@ def waiting_room(reserved: socket.socket) -> Iterator[None]:
     """
     reserved.listen(BACKLOG)
     listener = reserved.dup()
-    ended = threading.Event()
+    begun = threading.Event()
     stopping: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     async def answer() -> None:
         stop = asyncio.Event()
         stopping.append((asyncio.get_running_loop(), stop))
-        ended.set()
+        begun.set()
         await serve(_app(), hypercorn_config(listener, _GRACE_S), shutdown_trigger=stop.wait)
 
     thread = threading.Thread(target=asyncio.run, args=(answer(),), name="waiting room", daemon=True)
     thread.start()
-    ended.wait()
+    begun.wait()
     try:
         yield
     finally:
@@ -59,12 +59,11 @@ def _app() -> Quart:
         if request.path in ("/", "/live"):
             return json_response({"status": "ok"})
         if request.path in ("/ready", "/health"):
-            return json_response({"status": "loading"}, status=503)
-        problem = Problem(
-            503, "the model is being loaded; try again in a few seconds, or ask /ready when it is there", SERVER, code="loading"
-        )
-        shape = anthropic_events if request.path.startswith(anthropic.PREFIX) else openai_common
-        response = json_response(shape.error_object(problem), status=problem.status)
+            response = json_response({"status": "loading"}, status=503)
+        else:
+            message = "the model is being loaded; try again in a few seconds, or ask /ready when it is there"
+            shape = anthropic_events if request.path.startswith(anthropic.PREFIX) else openai_common
+            response = json_response(shape.error_object(Problem(503, message, SERVER, code="loading")), status=503)
         response.headers["Retry-After"] = str(_RETRY_AFTER_S)
         return response
 
