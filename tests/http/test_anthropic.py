@@ -192,9 +192,9 @@ def test_errors_are_the_clients_own(make_server: MakeServer, make_engine: MakeEn
 
 
 async def test_breaking_off_a_stream_frees_the_slot(make_server: MakeServer, make_engine: MakeEngine) -> None:
-    engine = make_engine(script=lambda request: [97] * 1_000_000, n_ctx=2_000_000)
+    engine = make_engine(script=lambda request: [97] * 1000, gate=threading.Semaphore(20))
     async with async_client(make_server(engine)) as client:
-        stream = await client.messages.create(model="m", max_tokens=1_000_000, messages=HELLO, stream=True)
+        stream = await client.messages.create(model="m", max_tokens=1000, messages=HELLO, stream=True)
         async for _ in stream:
             break
         await stream.close()

@@ -26,6 +26,19 @@ def test_what_is_no_http_is_told_so_and_ends_the_connection(make_server: MakeSer
     assert reply.startswith(b"HTTP/1.1 400") and b"connection: close" in reply
 
 
+@pytest.mark.parametrize(("n_sent", "ends"), [(0, True), (10, True), (20, False)])
+def test_an_answer_before_the_whole_body_says_that_it_ends_the_connection(make_server: MakeServer, n_sent: int, ends: bool) -> None:
+    with socket.create_connection(("127.0.0.1", make_server().port), timeout=10) as sock:
+        sock.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n" + b"x" * n_sent)
+        reply = b""
+        while b"}}" not in reply:
+            reply += sock.recv(1000)
+        assert reply.startswith(b"HTTP/1.1 404") and (b"connection: close" in reply) is ends
+        if not ends:
+            sock.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+
+
 def test_web_sockets_are_refused_in_words(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     server = make_server(api_keys=("k",))
     ask = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import openai
 import pytest
 
@@ -68,7 +70,7 @@ async def test_async_chat_and_stream(make_server: MakeServer) -> None:
 
 
 async def test_breaking_off_a_stream_frees_the_slot(make_server: MakeServer, make_engine: MakeEngine) -> None:
-    engine = make_engine(script=lambda request: [97] * 1_000_000, n_ctx=2_000_000)
+    engine = make_engine(script=lambda request: [97] * 1000, gate=threading.Semaphore(20))
     async with async_client(make_server(engine)) as client:
         stream = await client.completions.create(model="m", prompt="x", stream=True)
         async for _ in stream:

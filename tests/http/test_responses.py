@@ -143,7 +143,7 @@ def test_errors_are_the_clients_own(make_server: MakeServer, make_engine: MakeEn
 
 
 async def test_breaking_off_a_stream_frees_the_slot(make_server: MakeServer, make_engine: MakeEngine) -> None:
-    engine = make_engine(script=lambda request: [97] * 1_000_000, n_ctx=2_000_000)
+    engine = make_engine(script=lambda request: [97] * 1000, gate=threading.Semaphore(20))
     async with async_client(make_server(engine)) as client:
         stream = await client.responses.create(model="m", input="x", stream=True)
         async for event in stream:

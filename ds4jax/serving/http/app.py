@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import orjson
-from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
+from hypercorn.typing import ASGIReceiveCallable, ASGIReceiveEvent, ASGISendCallable, ASGISendEvent, HTTPScope, Scope
 from quart import Quart, Response, request
 
 from ds4jax.config import ServerConfig
@@ -34,7 +34,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig,
     app = Quart("ds4jax", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.body_limit_bytes
     app.extensions[EDGE] = edge
-    app.asgi_app = NoWebSockets(ReleaseAtEnd(app.asgi_app, edge))  # type: ignore[method-assign]
+    app.asgi_app = PlainHTTP(ReleaseAtEnd(app.asgi_app, edge))  # type: ignore[method-assign]
     app.register_blueprint(openai.blueprint(edge))
     app.register_blueprint(anthropic.blueprint(edge))
     app.register_blueprint(responses.blueprint(edge))
@@ -67,18 +67,49 @@ def _add_errors(app: Quart, body_limit_bytes: int) -> None:
         return response
 
 
-class NoWebSockets:
-    """ASGI middleware that refuses web sockets; the framework would look for their errors' handler, find that of requests, and fail."""
+class PlainHTTP:
+    """ASGI middleware for what the framework leaves open: it refuses web sockets, and says so where a connection cannot be used again.
+
+    Of web sockets the framework would look for their errors' handler, find that of requests, and fail. An answer that does not wait for
+    the whole body ends the connection in HTTP/1; a client that is not told sends its next request there and gets none.
+    """
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        if scope["type"] != "websocket":
+        if scope["type"] == "websocket":
+            await _refuse(receive, send)
+        elif scope["type"] == "http" and scope["http_version"].startswith("1") and _has_body(scope):
+            await self._app(scope, *_closing(receive, send))
+        else:
             await self._app(scope, receive, send)
-            return
-        body = orjson.dumps(openai_common.error_object(Problem(400, "this server has no web sockets; send a plain HTTP request")))
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await receive()  # that it wants to be let in
-        await send({"type": "websocket.http.response.start", "status": 400, "headers": headers})
-        await send({"type": "websocket.http.response.body", "body": body, "more_body": False})
+
+
+def _has_body(scope: HTTPScope) -> bool:
+    return any(name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in scope["headers"])
+
+
+def _closing(receive: ASGIReceiveCallable, send: ASGISendCallable) -> tuple[ASGIReceiveCallable, ASGISendCallable]:
+    whole = False
+
+    async def hear() -> ASGIReceiveEvent:
+        nonlocal whole
+        event = await receive()
+        whole = whole or (event["type"] == "http.request" and not event["more_body"])
+        return event
+
+    async def say(event: ASGISendEvent) -> None:
+        if event["type"] == "http.response.start" and not whole:
+            event["headers"] = [*event["headers"], (b"connection", b"close")]
+        await send(event)
+
+    return hear, say
+
+
+async def _refuse(receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    body = orjson.dumps(openai_common.error_object(Problem(400, "this server has no web sockets; send a plain HTTP request")))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await receive()  # that it wants to be let in
+    await send({"type": "websocket.http.response.start", "status": 400, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body, "more_body": False})

@@ -12,7 +12,7 @@ from hypercorn.asyncio import serve
 from quart import Quart, Response, request
 
 from ds4jax.serving.http import anthropic, anthropic_events, openai_common
-from ds4jax.serving.http.app import NoWebSockets
+from ds4jax.serving.http.app import PlainHTTP
 from ds4jax.serving.http.edge import json_response
 from ds4jax.serving.http.problems import SERVER, Problem
 from ds4jax.serving.http.serve import BACKLOG, hypercorn_config
@@ -52,7 +52,7 @@ def waiting_room(reserved: socket.socket) -> Iterator[None]:
 
 def _app() -> Quart:
     app = Quart("ds4jax", static_folder=None)
-    app.asgi_app = NoWebSockets(app.asgi_app)  # type: ignore[method-assign]
+    app.asgi_app = PlainHTTP(app.asgi_app)  # type: ignore[method-assign]
 
     @app.before_request
     async def answer() -> Response:
