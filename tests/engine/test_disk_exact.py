@@ -27,19 +27,18 @@ SAVED, LOADED = 1, 2
 
 
 @pytest.fixture(scope="module")
-def small_pieces(engines: Callable[[str], Engine]) -> dict[Key, Program]:
+def small_pieces(own_runner: Runner) -> dict[Key, Program]:
     """Programs for pieces of a fifth of a slot. Nobody else may find them on disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "PIECE_TOKENS", 128)
-        return {key: ProgramStore(None).get(engines(SMOOTH.name).runner.shapes, key) for key in TRANSFER_KEYS}
+        return {key: ProgramStore(None).get(own_runner.shapes, key) for key in TRANSFER_KEYS}
 
 
 @pytest.fixture
-def runner(engines: Callable[[str], Engine], small_pieces: dict[Key, Program], monkeypatch: pytest.MonkeyPatch) -> Runner:
-    runner = engines(SMOOTH.name).runner
+def runner(own_runner: Runner, small_pieces: dict[Key, Program], monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(transfer, "PIECE_TOKENS", 128)
-    monkeypatch.setattr(runner, "programs", runner.programs | small_pieces)
-    return runner
+    monkeypatch.setattr(own_runner, "programs", own_runner.programs | small_pieces)
+    return own_runner
 
 
 def exported(runner: Runner, slot: int, n_tokens: int) -> dict[str, np.ndarray]:

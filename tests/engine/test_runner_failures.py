@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from ds4jax import Engine
 from ds4jax.config import EngineConfig
 from ds4jax.serving.engine.api import Event, Finish, FinishReason, GenerateRequest, SamplingParams, Started, Token
 from ds4jax.serving.engine.core import EngineCore, monotonic_us
-from ds4jax.serving.engine.local import program_directory
-from ds4jax.serving.engine.programs import Key, ProgramStore
+from ds4jax.serving.engine.programs import Key
 from ds4jax.serving.engine.runner import DeviceCache, Runner
 from tests.model.oracle import SMOOTH, engine_config
 
@@ -24,9 +22,8 @@ N = 60  # long enough that all three run together
 
 
 @pytest.fixture(scope="module")
-def runner(engines: Callable[[str], Engine]) -> Runner:
-    first = engines(SMOOTH.name).runner
-    return Runner(first.model, first.shapes, ProgramStore(program_directory()))
+def runner(own_runner: Runner) -> Runner:
+    return own_runner
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 import pytest
 
-from ds4jax import Engine
 from ds4jax.serving.engine.api import SamplingParams
 from ds4jax.serving.engine.device import Chunk, Row
 from ds4jax.serving.engine.programs import SlotState
@@ -46,13 +45,9 @@ def contents(runner: Runner, slot: int) -> list[bytes]:
     return [np.asarray(leaf[slot] if leaf.ndim == 1 else leaf[:, slot]).tobytes() for leaf in jax.tree.leaves(state.cache)]
 
 
-@pytest.fixture(scope="module")
-def runner(engines: Callable[[str], Engine]) -> Runner:
-    return engines(SMOOTH.name).runner
-
-
 @pytest.mark.parametrize("cut", CUTS)
-def test_rewind_and_fork_give_the_bits_of_a_cold_run(runner: Runner, cut: int) -> None:
+def test_rewind_and_fork_give_the_bits_of_a_cold_run(own_runner: Runner, cut: int) -> None:
+    runner = own_runner
     for slot in (COLD, REWOUND, FORKED, BESIDE):
         runner.clear(slot)
     feed(runner, BESIDE, OTHER[:41])
