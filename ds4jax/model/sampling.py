@@ -48,10 +48,11 @@ def sample(model_logits: jax.Array, sampling: RowSampling, position: jax.Array, 
         int32 [B]; UNUSABLE where a row's model_logits are NaN or all equal.
     """
     temperature, top_p, min_p = sampling.number
-    best = jnp.max(model_logits, axis=-1)
-    usable = jnp.isfinite(best) & (best > jnp.min(model_logits, axis=-1))
+    # A maximum would not tell: on a CPU that of a long row may pass over NaN.
+    are_numbers = jnp.all(jnp.isfinite(model_logits), axis=-1)
+    usable = are_numbers & (jnp.max(model_logits, axis=-1) > jnp.min(model_logits, axis=-1))
     logits = model_logits if adjusted is None else adjusted
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _best(logits)
     peak = jnp.max(logits, axis=-1)
 
     on_gpu = jax.default_backend() == "gpu"  # which must not ask the host what to do next: no branch that depends on data
@@ -69,10 +70,21 @@ def sample(model_logits: jax.Array, sampling: RowSampling, position: jax.Array, 
         kept = (weight >= jnp.maximum(floor, min_p)[:, None]) | (weight == 1.0)
         noise = _gumbel(sampling.code[1], sampling.code[2], position, logits.shape[-1])
         score = jnp.where(kept, (logits - peak[:, None]) / warm + noise, -jnp.inf)
-        return jnp.where(temperature > 0.0, jnp.argmax(score, axis=-1).astype(jnp.int32), greedy)
+        return jnp.where(temperature > 0.0, _best(score), greedy)
 
     token = draw() if on_gpu else jax.lax.cond(jnp.any(temperature > 0.0), draw, lambda: greedy)
     return jnp.where(usable, token, UNUSABLE)
+
+
+def _best(score: jax.Array) -> jax.Array:
+    """Find the best token of each row, the lowest id among equals: [B, V] -> int32 [B]. No valid id where a score is NaN."""
+    if jax.default_backend() == "gpu":
+        return jnp.argmax(score, axis=-1).astype(jnp.int32)
+    # A CPU computes scores and finds maxima many at a time, but not together, and not while it keeps an index.
+    score = jax.lax.optimization_barrier(score)
+    n_vocab = score.shape[-1]
+    peak = jnp.max(score, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(score == peak, jnp.arange(n_vocab, dtype=jnp.int32), n_vocab), axis=-1)
 
 
 def nucleus_floor(weight: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from flax import nnx
 from ds4jax.config import ModelConfig
 from ds4jax.errors import ConfigError
 from ds4jax.model import fused
-from ds4jax.model.quant import QTensor, field_shapes
+from ds4jax.model.quant import abstract
 from ds4jax.model.rounding import FP8_BLOCK, HADAMARD_WIDTH
 from ds4jax.model.transformer import Transformer
 from ds4jax.model.weights import Take, plan_stacks
@@ -94,7 +94,7 @@ class AbstractSource:
         """Return a QTensor of ShapeDtypeStructs."""
         self.asked += [name for names in layers for name in names]
         kind = prepared or self.kind(layers[0][0])
-        return QTensor(kind, field_shapes(kind, (len(layers), *shape) if stacked else shape))
+        return abstract(kind, (len(layers), *shape) if stacked else shape)
 
     def array(self, names: Sequence[str], shape: tuple[int, ...], dtype: str, *, stacked: bool) -> Any:
         """Return a ShapeDtypeStruct."""

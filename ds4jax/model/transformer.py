@@ -20,7 +20,7 @@ from ds4jax.model.cache import KVCache
 from ds4jax.model.hyper import HyperConnection, HyperHead
 from ds4jax.model.moe import Experts, MoE
 from ds4jax.model.norm import rms_norm
-from ds4jax.model.quant import embed, matmul
+from ds4jax.model.quant import QTensor, embed, matmul, take_layer
 from ds4jax.model.quant.kernels import dense
 from ds4jax.model.weights import LayerTake, StackPlan, Take
 
@@ -90,7 +90,11 @@ class Stack(nnx.Module):
         """Cut modules of the stack to the leaves of round i; experts stay whole."""
         graph, *states = nnx.split(part, Experts, ...)
         experts, rest = states
-        return nnx.merge(graph, experts, jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), rest))
+
+        def cut(leaf: Any) -> Any:
+            return take_layer(leaf, i) if isinstance(leaf, QTensor) else jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False)
+
+        return nnx.merge(graph, experts, jax.tree.map(cut, rest, is_leaf=lambda leaf: isinstance(leaf, QTensor)))
 
     def layer_index(self, p: int, i: Any) -> LayerIndex:
         """Find where member p of the pattern keeps its state in round i."""

@@ -37,12 +37,12 @@ def same_bits(a: jax.Array, b: jax.Array) -> bool:
 
 @pytest.mark.parametrize("kind", quant.COLUMNS)
 def test_the_same_values_and_bytes(kind: str) -> None:
-    w = weight(kind, 3, 70, 64)
+    w = weight(kind, 3, 70, 512)
     turned = by_columns(w)
-    assert turned.shape == w.shape and turned.nbytes == w.nbytes
-    assert {n: (a.shape, a.dtype) for n, a in turned.fields.items()} == {
-        n: (a.shape, a.dtype) for n, a in quant.field_shapes(turned.kind, w.shape).items()
-    }
+    assert turned.shape == w.shape and turned.nbytes == w.nbytes * 128 // 70, "two tiles of 64 rows"
+    abstract = quant.abstract(turned.kind, w.shape)
+    assert jax.tree.structure(turned) == jax.tree.structure(abstract)
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(turned)] == [(a.shape, a.dtype) for a in jax.tree.leaves(abstract)]
     assert same_bits(quant.dequantize(turned), quant.dequantize(w))
     assert same_bits(quant.dequantize(quant.take_layer(turned, 1)), quant.dequantize(quant.take_layer(w, 1)))
 
@@ -68,7 +68,7 @@ def test_bfloat16_rows_meet_bfloat16_weights() -> None:
 
 @pytest.mark.parametrize("m", [1, 3])
 def test_groups_and_batches_of_rows(m: int) -> None:
-    w, x = weight("Q8_0", 128, 64), numbers(m, 2, 64)
+    w, x = weight("Q8_0", 1400, 64), numbers(m, 2, 64)  # groups of 700, tiles of 512
     for product in (quant.grouped_matmul, quant.matmul):
         want = jax.jit(product)(x, w)
         np.testing.assert_allclose(jax.jit(product)(x, by_columns(w)), want, rtol=0, atol=1e-5 * np.abs(want).max())

@@ -25,7 +25,7 @@ def draw(logits: np.ndarray, params: list[SamplingParams], position: np.ndarray 
     rows = [Row(i, 0, params[i % n]) for i in range(B)]
     _, sampling = unpack_decode(jnp.asarray(decode_control(rows, B, B)))
     where = np.arange(B) if position is None else np.resize(position, B)
-    padded = np.resize(logits, (B, V)).astype(np.float32)
+    padded = np.resize(logits, (B, logits.shape[-1])).astype(np.float32)
     return np.asarray(_sample(padded, sampling, where.astype(np.int32)))
 
 
@@ -84,10 +84,11 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert got[0] == 5 and got[1] == 2
 
 
-def test_unusable_rows_say_so_and_do_not_touch_their_neighbours() -> None:
-    good = np.random.default_rng(0).normal(0, 1, V)
+@pytest.mark.parametrize("n_vocab", [V, 4096])
+def test_unusable_rows_say_so_and_do_not_touch_their_neighbours(n_vocab: int) -> None:
+    good, index = np.random.default_rng(0).normal(0, 1, n_vocab), np.arange(n_vocab)
     rows = np.stack(
-        [np.where(np.arange(V) == 3, np.nan, good), np.full(V, 2.0), np.full(V, np.nan), np.where(np.arange(V) == 0, np.inf, good), good]
+        [np.where(index == 3, np.nan, good), np.full(n_vocab, 2.0), np.full(n_vocab, np.nan), np.where(index == 0, np.inf, good), good]
     )
     for temperature in (0.0, 1.0):
         got = draw(rows, [SamplingParams(temperature, seed=1)] * 5, np.full(5, 8))

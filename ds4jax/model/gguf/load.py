@@ -108,7 +108,8 @@ class FileSource:
         """Return a QTensor on the device."""
         kind = self.kind(layers[0][0])
         to = prepared or kind
-        if to not in PREPARED.values() and sum(self.file.tensors[name].nbytes for name in layers[0]) < STACK_ON_HOST_BYTES:
+        is_small = sum(self.file.tensors[name].nbytes for name in layers[0]) < STACK_ON_HOST_BYTES
+        if to in COLUMNS.values() or (is_small and to not in PREPARED.values()):
             parts = [self._joined(names) for names in layers]
             fields = {k: np.stack([p[k] for p in parts]) if stacked else parts[0][k] for k in parts[0]}
             return jax.tree.map(jnp.asarray, arrange(QTensor(kind, fields), to))
@@ -144,11 +145,10 @@ class FileSource:
 def _place(leaves: dict[str, jax.Array], raw: jax.Array, at: jax.Array, kind: str, shape: tuple[int, ...], to: str) -> dict[str, jax.Array]:
     """Write a tensor's bytes into a stack's leaves, in place. at: layer and first row. The device splits bytes faster."""
     part = arrange(QTensor(kind, unpack(kind, raw, shape)), to)
-    axis = -1 if to in COLUMNS.values() else -2
 
     def put(a: jax.Array, b: jax.Array) -> jax.Array:
         first = [jnp.int32(0)] * a.ndim
-        first[0], first[axis] = at[0], at[1]
+        first[0], first[-2] = at[0], at[1]
         return jax.lax.dynamic_update_slice(a, b[None], first)
 
     return {k: put(a, part.fields[k]) for k, a in leaves.items()}

@@ -6,7 +6,7 @@ from ds4jax.model.quant.formats import dequantize
 from ds4jax.model.quant.joined import Joined, places, project
 from ds4jax.model.quant.layouts import COLUMNS, LAYOUTS
 from ds4jax.model.quant.matmul import dot, matmul
-from ds4jax.model.quant.qtensor import QTensor, field_shapes, pack, row_bytes, take_layer, unpack
+from ds4jax.model.quant.qtensor import QTensor, abstract, field_shapes, pack, row_bytes, take_layer, unpack
 from ds4jax.model.quant.repack import PREPARED, arrange, prepare
 from ds4jax.model.quant.rows import embed, grouped_matmul
 
@@ -19,6 +19,7 @@ __all__ = [
     "Joined",
     "QTensor",
     "RoutingPlan",
+    "abstract",
     "arrange",
     "dequantize",
     "dot",

@@ -1,24 +1,25 @@
-"""Weights by columns, for CPUs: [N, K] of a file, turned around once to [K, N] when it is loaded.
+"""Weights by columns, for CPUs: [N, K] of a file, turned around once to tiles [K, tile] when it is loaded.
 
 For a product by [N, K] a library turns all of the weights around first, in every step, or adds in another order when there is one row. By
 columns neither is needed: entries of the result lie side by side, and each gets its terms one after the other in the order of K, every
 product and its sum rounded at once. So a row's bits do not depend on how many rows there are (see `sums`), while each number of rows is
-multiplied in the way that is fast for it.
+multiplied in the way that is fast for it. In tiles, for few rows read all weights and do little with them: a tile is decoded, multiplied
+and forgotten before it leaves the cache.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ds4jax.model.quant.layouts import COLUMNS, layout_of
+from ds4jax.model.quant.layouts import COLUMNS, OUTPUTS, layout_of, tile_of
 from ds4jax.model.quant.qtensor import QTensor
 
-BLOCK = 32  # terms between two visits of the result; also what shares a scale
-OUTPUTS = 64  # a library adds in another order where N is no multiple of it
+BLOCK = 32  # terms that share a scale
 INPUTS = range(64, 513, BLOCK)  # of fewer the compiler sees all terms at once, and rounds them otherwise; of more a library cuts K
-TILE_VALUES = 1 << 15  # weights that are multiplied at a time by few rows: of more a library would cut K
 MANY_ROWS = 128  # from here all weights are multiplied at once
 
 
@@ -28,56 +29,80 @@ def suits_columns(kind: str, n: int, k: int) -> bool:
 
 
 def to_columns(w: QTensor) -> QTensor:
-    """Turn a weight around, on the host or on the device: the same bytes, fields [..., N, K/b] -> [..., K/b, N]."""
-    return QTensor(COLUMNS[w.kind], jax.tree.map(lambda a: a.swapaxes(-1, -2), w.fields))
+    """Turn a weight around: the same bytes and zeros behind them, fields [..., N, K/b] -> [..., tiles * K/b, tile]."""
+    *_, n, k = w.shape
+    tile = tile_of(n, k)
+
+    def turned(a: Array) -> Array:
+        filled = jnp.pad(a, (*((0, 0),) * (a.ndim - 2), (0, -n % tile), (0, 0)))
+        tiles = filled.reshape(*a.shape[:-2], -1, tile, a.shape[-1]).swapaxes(-1, -2)
+        return tiles.reshape(*a.shape[:-2], -1, tile)
+
+    return QTensor(COLUMNS[w.kind], jax.tree.map(turned, w.fields), (n, k))
 
 
-def take_outputs(w: QTensor, first: int, n: int) -> QTensor:
-    """Cut a weight to outputs first .. first + n - 1."""
-    axis = -1 if layout_of(w.kind).by_columns else -2
-    return jax.tree.map(lambda a: lax.slice_in_dim(a, first, first + n, axis=axis), w)
+def from_columns(w: QTensor) -> Array:
+    """Decode a weight that lies by columns: f32 [..., N, K]."""
+    n_tile, tile = _tiles(w)
+    *leading, n, k = w.shape
+    values = _decode(w.fields if w.first is None else _take_tiles(w, 0, n_tile))
+    return values.reshape(*leading, n_tile, k, tile).swapaxes(-1, -2).reshape(*leading, -1, k)[..., :n, :]
 
 
-def decode_columns(fields: dict[str, Array]) -> Array:
-    """Decode the fields of a weight by columns: f32 [..., K, N]."""
+def take_outputs(w: QTensor, first: int, n: int) -> tuple[QTensor, int]:
+    """Cut a matrix to outputs first .. first + n - 1, and others that lie with them: returns how many come before, too."""
+    if w.matrix is None:
+        return jax.tree.map(lambda a: lax.slice_in_dim(a, first, first + n, axis=-2), w), 0
+    _, tile = _tiles(w)
+    begin, end = first // tile, -(-(first + n) // tile)
+    before = jnp.int32(0) if w.first is None else w.first
+    return replace(w, matrix=((end - begin) * tile, w.matrix[1]), first=before + begin), first - begin * tile
+
+
+def multiply_columns(x: Array, w: QTensor) -> Array:
+    """Multiply x [M, K] by w [N, K], which lies by columns: f32 [M, N]."""
+    if len(x) == 1:  # a library adds in another order for one row
+        return multiply_columns(jnp.concatenate([x, x]), w)[:1]
+    (n_tile, tile), (n, k) = _tiles(w), w.shape
+    if n_tile == 1:
+        return _dot(x, _decode(_take_tiles(w, 0, 1)))[:, :n]
+    if len(x) >= MANY_ROWS:
+        values = _decode(_take_tiles(w, 0, n_tile)).reshape(n_tile, k, tile).swapaxes(0, 1)
+        return _dot(x, values.reshape(k, -1))[:, :n]
+
+    def multiply_tile(i: Array, y: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(y, _dot(x, _decode(_take_tiles(w, i, 1))), i * tile, axis=1)
+
+    return lax.fori_loop(0, n_tile, multiply_tile, jnp.zeros((len(x), n_tile * tile), jnp.float32))[:, :n]
+
+
+def _tiles(w: QTensor) -> tuple[int, int]:
+    """Return how many tiles a matrix has, and how many outputs a tile."""
+    tile = next(iter(w.fields.values())).shape[-1]
+    return -(-w.shape[-2] // tile), tile
+
+
+def _take_tiles(w: QTensor, i: Array | int, n: int) -> dict[str, Array]:
+    """Cut fields to n tiles of a matrix, from its tile i on."""
+    layout = layout_of(w.kind)
+    at = i if w.first is None else w.first + i
+
+    def cut(name: str) -> Array:
+        width = w.shape[-1] // layout.values * layout.parts[name].count
+        return lax.dynamic_slice_in_dim(w.fields[name], at * width, n * width)
+
+    return {name: cut(name) for name in w.fields}
+
+
+def _dot(x: Array, values: Array) -> Array:
+    return jnp.matmul(x, values.astype(x.dtype), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _decode(fields: dict[str, Array]) -> Array:
+    """Decode fields [..., K/b, tile]: f32 [..., K, tile]; tiles may follow each other."""
     if "w" in fields:
         return fields["w"].astype(jnp.float32)
     d, q = fields["d"].astype(jnp.float32), fields["q"]
     *leading, k, n = q.shape
     blocks = q.reshape(*leading, k // BLOCK, BLOCK, n).astype(jnp.float32)
     return (d[..., None, :] * blocks).reshape(q.shape)
-
-
-def multiply_columns(x: Array, w: QTensor) -> Array:
-    """Multiply x [M, K] by w [N, K], which lies by columns: f32 [M, N]."""
-    if x.shape[0] == 1:
-        return _multiply_one(x[0], w.fields)[None]
-    values = decode_columns(w.fields).astype(x.dtype)  # [K, N]
-    k, n = values.shape
-    tile = TILE_VALUES // k // OUTPUTS * OUTPUTS
-    is_whole = n <= tile or x.shape[0] >= MANY_ROWS
-    values = jnp.pad(values, ((0, 0), (0, -n % (OUTPUTS if is_whole else tile))))
-    if is_whole:
-        return _dot(x, values)[:, :n]
-    tiles = values.reshape(k, -1, tile).swapaxes(0, 1)
-    y = _dot(jnp.broadcast_to(x, (tiles.shape[0], *x.shape)), tiles)  # [tiles, M, tile]
-    return y.swapaxes(0, 1).reshape(x.shape[0], -1)[:, :n]
-
-
-def _dot(x: Array, values: Array) -> Array:
-    return jnp.matmul(x, values, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _multiply_one(x: Array, fields: dict[str, Array]) -> Array:
-    """Multiply x [K]: f32 [N]. Weights are decoded on the way into the sum and are nowhere written down."""
-    n_block = x.shape[0] // BLOCK
-    n = next(iter(fields.values())).shape[1]
-
-    def add_block(i: Array, y: Array) -> Array:
-        block = {name: lax.dynamic_slice_in_dim(a, i * (a.shape[0] // n_block), a.shape[0] // n_block) for name, a in fields.items()}
-        terms, values = lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK).astype(jnp.float32), decode_columns(block).astype(x.dtype)
-        for j in range(BLOCK):
-            y = y + terms[j] * values[j].astype(jnp.float32)
-        return y
-
-    return lax.fori_loop(0, n_block, add_block, jnp.zeros(n, jnp.float32))

@@ -112,8 +112,9 @@ def _in_blocks(function: RowFunction, weights: Sequence[QTensor], rows: Sequence
 
     def block(b: Array, out: Array) -> Array:
         expert, at = first_expert + plan.block_expert[b], plan.block_start[b]
+        packed = [take_layer(w, expert) for w in weights]
         # Read before it is decoded: fused with its slice, the k-quants' decoding is three times slower on a CPU.
-        packed = lax.optimization_barrier([take_layer(w, expert) for w in weights])
+        packed = [w if w.matrix else lax.optimization_barrier(w) for w in packed]
         product = function(*packed, *(lax.dynamic_slice_in_dim(a, at, n_rows) for a in ordered))
         return lax.dynamic_update_slice_in_dim(out, product, at, 0)
 

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ds4jax.model.quant import kquants, repack
-from ds4jax.model.quant.columns import decode_columns
+from ds4jax.model.quant.columns import from_columns
 from ds4jax.model.quant.iq2 import iq2_xxs
 from ds4jax.model.quant.layouts import layout_of
 from ds4jax.model.quant.qtensor import QTensor
@@ -18,7 +18,7 @@ from ds4jax.model.quant.qtensor import QTensor
 def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> Array:
     """Expand a packed weight to [..., N, K]: computed in float32, then cast to `dtype`."""
     if layout_of(w.kind).by_columns:
-        return decode_columns(w.fields).swapaxes(-1, -2).astype(dtype)
+        return from_columns(w).astype(dtype)
     return _DECODERS[w.kind](w.fields).astype(dtype)
 
 

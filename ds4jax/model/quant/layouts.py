@@ -32,7 +32,7 @@ class Part:
 class Layout:
     """A block type: how many values a block holds, its bytes, and its parts by field name.
 
-    by_columns: the last two axes of every field are swapped.
+    by_columns: fields are [..., tiles * K / b, `tile_of`] instead of [..., N, K / b].
     """
 
     values: int
@@ -90,12 +90,23 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     }
 )
 
+OUTPUTS = 64  # of weights by columns: a library adds in another order where a product has no multiple of so many
+_TILE_VALUES = 1 << 15  # decoded they fit into a core's cache; and of more a library would cut K
+
+
+def tile_of(n: int, k: int) -> int:
+    """How many outputs of weights [n, k] by columns lie together: a multiple of OUTPUTS that fills up with few zeros."""
+    most = _TILE_VALUES // k // OUTPUTS * OUTPUTS
+    n_tile = -(-n // most)
+    return -(-n // (n_tile * OUTPUTS)) * OUTPUTS
+
+
 # GGUF type -> the layout that holds the same weights by columns (`columns`).
 COLUMNS: Mapping[str, str] = MappingProxyType({kind: f"{kind}:columns" for kind in ("F32", "F16", "BF16", "Q8_0")})
 
-# Of weights put in order for kernels (`repack`) or turned around (`columns`). They are in no file: the blocks only say how many elements of
-# a field 256 values need. Those for kernels have no field with more than one element for 32 values, so that none of a large model's has
-# more than 2**31.
+# Of weights put in order for kernels (`repack`) or turned around (`columns`). They are in no file: the blocks only say how many elements
+# of a field 256 values need. Those for kernels have no field with more than one element for 32 values, so that none of a large model's
+# has more than 2**31.
 PREPARED_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "IQ2_XXS:words": _layout(256, [("code0", "<u4", 8), ("code1", "<u4", 8), ("sign", "<u4", 8), ("scale", "u1", 8), ("d", "<f2")]),

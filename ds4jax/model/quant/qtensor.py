@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from ds4jax.errors import ModelFileError
-from ds4jax.model.quant.layouts import Part, layout_of
+from ds4jax.model.quant.layouts import Part, layout_of, tile_of
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["fields"], meta_fields=["kind"])
+@partial(jax.tree_util.register_dataclass, data_fields=["fields", "first"], meta_fields=["kind", "matrix"])
 @dataclass(frozen=True)
 class QTensor:
     """A weight [..., N, K] that stays packed as in its GGUF file.
 
     kind: GGUF type name; fields: arrays [..., N, K / values a block * elements a block], named in `layouts`. All fields share the leading
-    axes (layers, experts, rows), so that stacking and indexing these is a `jax.tree.map`. Of weights by columns the last two axes are
-    swapped, so that rows are the last.
+    axes (layers, experts, rows), so that stacking and indexing these is a `jax.tree.map`.
+
+    Of weights by columns the last two axes are tiles, each of K / values a block * elements a block, and rows of a tile. Zeros fill up the
+    last tile, so `matrix` says (N, K); and where fields hold many matrices behind each other, `first` says with which tile this one begins.
     """
 
     kind: str
     fields: dict[str, Any] = field(repr=False)  # arrays, or their shapes before there are any
+    matrix: tuple[int, int] | None = None
+    first: Array | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,14 +40,20 @@ class QTensor:
         layout = layout_of(self.kind)
         name, part = next(iter(layout.parts.items()))
         *leading, n, width = self.fields[name].shape
-        if layout.by_columns:
-            n, width = width, n
+        if self.matrix is not None:
+            return (*leading, *self.matrix)
         return (*leading, n, width // part.count * layout.values)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all fields; equals the bytes of the tensor in its file."""
+        """Bytes of all fields: those of the tensor in its file, and of zeros that fill up tiles."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.fields.values())
+
+
+def abstract(kind: str, shape: Sequence[int]) -> QTensor:
+    """Describe a weight [..., N, K] before any array exists. Raises as `field_shapes` does."""
+    *_, n, k = shape
+    return QTensor(kind, field_shapes(kind, shape), (n, k) if layout_of(kind).by_columns else None)
 
 
 def field_shapes(kind: str, shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -56,7 +67,10 @@ def field_shapes(kind: str, shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStr
 
     def field_shape(part: Part) -> tuple[int, ...]:
         width = n_blocks * part.count
-        return (*leading, width, n) if layout.by_columns else (*leading, n, width)
+        if not layout.by_columns:
+            return (*leading, n, width)
+        tile = tile_of(n, k)
+        return (*leading, -(-n // tile) * width, tile)
 
     return {name: jax.ShapeDtypeStruct(field_shape(part), part.dtype) for name, part in layout.parts.items()}
 
@@ -111,7 +125,11 @@ def _unpack(raw: Array, block: np.dtype) -> dict[str, Array]:
 
 
 def take_layer(w: QTensor, i: Array | int) -> QTensor:
-    """Index axis 0 of every field; `i` may be traced and must be in range."""
+    """Index axis 0 of every field; `i` may be traced and must be in range. A matrix by columns is not copied."""
+    if w.matrix is not None and len(w.shape) == 3 and w.first is None:
+        n_tile = -(-w.matrix[0] // next(iter(w.fields.values())).shape[-1])
+        fields = {name: a.reshape(-1, a.shape[-1]) for name, a in w.fields.items()}
+        return replace(w, fields=fields, first=jnp.asarray(i, jnp.int32) * n_tile)
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False), w)
 
 

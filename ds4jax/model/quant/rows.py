@@ -22,4 +22,8 @@ def grouped_matmul(x: Array, w: QTensor, *, out_dtype: DTypeLike | None = None) 
     """Multiply x [M, G, K] by w [G * R, K], group g of x by rows [g * R, (g + 1) * R): [M, G, R] in `out_dtype` (default: x.dtype)."""
     n_group = x.shape[1]
     n = w.shape[-2] // n_group
-    return jnp.stack([matmul(x[:, g], take_outputs(w, g * n, n), out_dtype=out_dtype) for g in range(n_group)], axis=1)
+    products = []
+    for g in range(n_group):
+        part, before = take_outputs(w, g * n, n)
+        products.append(matmul(x[:, g], part, out_dtype=out_dtype)[:, before : before + n])
+    return jnp.stack(products, axis=1)
