@@ -6,7 +6,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: serve test oracle check bench clients router clean
+.PHONY: serve test slow check bench clients router clean
 .DEFAULT_GOAL := serve
 
 # Without MODEL: the small model that comes with the package.
@@ -14,11 +14,11 @@ serve: $(VENV)/.ready
 	$(BIN)/ds4jax serve $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
 
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
-# What `make test` leaves out, for it takes minutes: the oracle's models of few bits, fed step by step and beside others.
-oracle: $(VENV)/.ready-test
-	DS4JAX_EVERY_PATH=1 $(BIN)/python -m pytest -k "q2 or q4k" tests/engine/test_exact.py $(ARGS)
+# What `make test` leaves out: the oracle's models of few bits in an engine, steps on kernels, the small model's replies, notebooks.
+slow: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff check .

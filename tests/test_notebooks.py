@@ -31,6 +31,7 @@ def test_outputs_are_stripped_and_imports_are_few(path: Path) -> None:
                 assert {name.partition(".")[0] for name in names} <= MAY_IMPORT
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_it_runs(path: Path) -> None:

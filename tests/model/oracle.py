@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from ds4jax import Engine
 from ds4jax.config import EngineConfig
@@ -75,11 +76,10 @@ def _folders() -> list[Path]:
 
 SETS = {path.stem: OracleSet(path) for folder in reversed(_folders()) for path in sorted(folder.glob("*.gguf"))}
 SMOOTH = SETS["tiny-smooth"]
-# Compiling is what a set costs, so one of ours is held to one of two paths: a sequence as one chunk, or chunks and steps of an engine.
-# Smooth, and sets from elsewhere, are held to both, and so are those of few bits by `make oracle`.
-EVERY_PATH = bool(os.environ.get("DS4JAX_EVERY_PATH"))
-IN_ONE_CHUNK = [name for name in SETS if EVERY_PATH or name != "tiny-q2"]
-SERVED = [name for name in SETS if EVERY_PATH or name not in ("tiny-q8", "tiny-q4k")]
+# Every set is held to two paths, a sequence as one chunk, and chunks and steps of an engine. To compile those of few bits takes long.
+_SLOW, _SMOKE = pytest.mark.slow, pytest.mark.smoke
+IN_ONE_CHUNK = [pytest.param(name, marks={"tiny-smooth": _SMOKE, "tiny-q2": _SLOW}.get(name, ())) for name in SETS]
+SERVED = [pytest.param(name, marks=_SLOW if name in ("tiny-q2", "tiny-q4k", "tiny-q8") else ()) for name in SETS]
 
 
 class AllLogits:
@@ -122,7 +122,7 @@ class AllLogits:
 
 
 # The slots decide the decode buckets: every one of 1, 2, 4, 8, 16 where compiling is cheapest.
-N_SLOT = {"tiny-smooth": 16} | ({} if EVERY_PATH else {"tiny-q2": 1})
+N_SLOT = {"tiny-smooth": 16}
 CHUNK = 64
 
 

@@ -57,6 +57,7 @@ def test_it_is_known_before_which_models_the_kernels_take() -> None:
     assert not takes(SMALL, blk__1__ffn_up_exps__weight="Q4_K")  # gate and up differ
 
 
+@pytest.mark.slow
 def test_steps_on_kernels_are_those_of_the_plain_path() -> None:
     plain = random_spec(SMALL, "q2", "ds4", "bfloat16")
     specs = [replace(plain, kernels=kernels) for kernels in (False, True)]
@@ -79,6 +80,7 @@ def test_steps_on_kernels_are_those_of_the_plain_path() -> None:
     assert np.median(errors) < 0.03 and np.mean(np.array(errors) < 0.06) >= 0.75, errors
 
 
+@pytest.mark.slow
 def test_chunks_on_kernels_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = grouped.Tile(rows=64, groups=8, warps=4, stages=1)
     for module, constants in (

@@ -24,7 +24,7 @@ def programs(request: pytest.FixtureRequest) -> dict[str, AllLogits]:
 
 
 @pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.smoke if name == SMOOTH.name else ()) for name in IN_ONE_CHUNK])
+@pytest.mark.parametrize("name", IN_ONE_CHUNK)
 def test_logits_and_best_tokens(programs: dict[str, AllLogits], name: str, n: int) -> None:
     run = SETS[name].run(n)
     assert_exact(programs[name](run.tokens), run)
