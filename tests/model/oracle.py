@@ -76,10 +76,11 @@ def _folders() -> list[Path]:
 
 SETS = {path.stem: OracleSet(path) for folder in reversed(_folders()) for path in sorted(folder.glob("*.gguf"))}
 SMOOTH = SETS["tiny-smooth"]
-# Every set is held to two paths, a sequence as one chunk, and chunks and steps of an engine. To compile those of few bits takes long.
+# Sets are held to two paths, a sequence as one chunk, and chunks and steps of an engine. To compile those of few bits takes long; what one
+# of eight bits has in common with smooth is not compiled twice.
 _SLOW, _SMOKE = pytest.mark.slow, pytest.mark.smoke
 IN_ONE_CHUNK = [pytest.param(name, marks={"tiny-smooth": _SMOKE, "tiny-q2": _SLOW}.get(name, ())) for name in SETS]
-SERVED = [pytest.param(name, marks=_SLOW if name in ("tiny-q2", "tiny-q4k", "tiny-q8") else ()) for name in SETS]
+SERVED = [pytest.param(name, marks=_SLOW if name in ("tiny-q2", "tiny-q4k") else ()) for name in SETS if name != "tiny-q8"]
 
 
 class AllLogits:
