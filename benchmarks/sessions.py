@@ -1,6 +1,6 @@
 """Measure what sessions gain that need not be computed again, and what it costs the others to save one.
 
-    python benchmarks/sessions.py [--model FILE.gguf] [--tokens 12288] [--csv FILE]
+    python benchmarks/sessions.py [--model FILE.gguf] [--tokens 12288] [--repeats 8] [--csv FILE]
 
 Through the public engine, greedy, with the small default model if none is named:
 
@@ -88,8 +88,8 @@ def ask(engine: Engine, prompt: Sequence[int], n: int = ANSWER) -> Asked:
 class Bench:
     """One model, engines over it, and prompts that no engine has seen."""
 
-    def __init__(self, model: Model, n_tokens: int, folder: Path) -> None:
-        self.model, self.n_tokens, self.folder = model, n_tokens, folder
+    def __init__(self, model: Model, n_tokens: int, folder: Path, n_repeat: int) -> None:
+        self.model, self.n_tokens, self.folder, self.n_repeat = model, n_tokens, folder, n_repeat
         self._rng = np.random.default_rng(0)
 
     @contextmanager
@@ -132,12 +132,12 @@ class Bench:
             assert engine.stats().reuses == {"disk": 1}
         return result("restart", len(second.prompt), cold.ttft_ms, second.ttft_ms, "ms", second.n_cached)
 
-    def saving(self, repeats: int = 8) -> dict[str, Any]:
+    def saving(self) -> dict[str, Any]:
         """Let a session lose its slot while all others decode."""
         alone: list[float] = []
         beside: list[float] = []
         with self.engine("saving", EVICT_ALONE) as engine:
-            for repeat in range(repeats):
+            for repeat in range(self.n_repeat):
                 ask(engine, self.prompt(self.n_tokens)).wait()
                 decoders = [ask(engine, self.prompt(OWN), n=2000) for _ in range(SLOTS - 1)]
                 while min(len(one.times) for one in decoders) < 150:
@@ -179,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--tokens", type=int, default=12288, help="of the long conversation")
+    parser.add_argument("--repeats", type=int, default=8, help="of saving")
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--only", choices=("second_turn", "shared", "restart", "saving"), action="append")
     options = parser.parse_args()
@@ -187,7 +188,7 @@ def main() -> None:
     model = load_model(path, kv_quant=kv_quant, dtype=dtype)
     subject = {**origin(device_name()), "model": model.config.name, "kv_quant": kv_quant, "dtype": dtype, "slots": SLOTS}
     with tempfile.TemporaryDirectory(prefix="ds4jax-sessions-") as folder:
-        bench = Bench(model, options.tokens, Path(folder))
+        bench = Bench(model, options.tokens, Path(folder), options.repeats)
         rows = [getattr(bench, what)() for what in options.only or ("second_turn", "shared", "restart", "saving")]
     print_table(f"sessions: {subject['device']}", rows, list(rows[0]))
     if options.csv is not None:
