@@ -109,6 +109,7 @@ class FileSource:
         kind = self.kind(layers[0][0])
         to = prepared or kind
         is_small = sum(self.file.tensors[name].nbytes for name in layers[0]) < STACK_ON_HOST_BYTES
+        # What is joined by columns shares tiles, so it cannot be placed one by one.
         if to in COLUMNS.values() or (is_small and to not in PREPARED.values()):
             parts = [self._joined(names) for names in layers]
             fields = {k: np.stack([p[k] for p in parts]) if stacked else parts[0][k] for k in parts[0]}

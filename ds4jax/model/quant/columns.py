@@ -43,7 +43,7 @@ def to_columns(w: QTensor) -> QTensor:
 
 def from_columns(w: QTensor) -> Array:
     """Decode a weight that lies by columns: f32 [..., N, K]."""
-    n_tile, tile = _tiles(w)
+    n_tile, tile = w.tiles
     *leading, n, k = w.shape
     values = _decode(w.fields if w.first is None else _take_tiles(w, 0, n_tile))
     return values.reshape(*leading, n_tile, k, tile).swapaxes(-1, -2).reshape(*leading, -1, k)[..., :n, :]
@@ -53,7 +53,7 @@ def take_outputs(w: QTensor, first: int, n: int) -> tuple[QTensor, int]:
     """Cut a matrix to outputs first .. first + n - 1, and others that lie with them: returns how many come before, too."""
     if w.matrix is None:
         return jax.tree.map(lambda a: lax.slice_in_dim(a, first, first + n, axis=-2), w), 0
-    _, tile = _tiles(w)
+    _, tile = w.tiles
     begin, end = first // tile, -(-(first + n) // tile)
     before = jnp.int32(0) if w.first is None else w.first
     return replace(w, matrix=((end - begin) * tile, w.matrix[1]), first=before + begin), first - begin * tile
@@ -63,7 +63,7 @@ def multiply_columns(x: Array, w: QTensor) -> Array:
     """Multiply x [M, K] by w [N, K], which lies by columns: f32 [M, N]."""
     if len(x) == 1:  # a library adds in another order for one row
         return multiply_columns(jnp.concatenate([x, x]), w)[:1]
-    (n_tile, tile), (n, k) = _tiles(w), w.shape
+    (n_tile, tile), (n, k) = w.tiles, w.shape
     if n_tile == 1:
         return _dot(x, _decode(_take_tiles(w, 0, 1)))[:, :n]
     if len(x) >= MANY_ROWS:
@@ -74,12 +74,6 @@ def multiply_columns(x: Array, w: QTensor) -> Array:
         return lax.dynamic_update_slice_in_dim(y, _dot(x, _decode(_take_tiles(w, i, 1))), i * tile, axis=1)
 
     return lax.fori_loop(0, n_tile, multiply_tile, jnp.zeros((len(x), n_tile * tile), jnp.float32))[:, :n]
-
-
-def _tiles(w: QTensor) -> tuple[int, int]:
-    """Return how many tiles a matrix has, and how many outputs a tile."""
-    tile = next(iter(w.fields.values())).shape[-1]
-    return -(-w.shape[-2] // tile), tile
 
 
 def _take_tiles(w: QTensor, i: Array | int, n: int) -> dict[str, Array]:

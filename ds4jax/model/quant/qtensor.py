@@ -45,6 +45,12 @@ class QTensor:
         return (*leading, n, width // part.count * layout.values)
 
     @property
+    def tiles(self) -> tuple[int, int]:
+        """Of weights by columns: how many tiles a matrix has, and how many rows a tile."""
+        tile = next(iter(self.fields.values())).shape[-1]
+        return -(-self.shape[-2] // tile), tile
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all fields: those of the tensor in its file, and of zeros that fill up tiles."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.fields.values())
@@ -127,9 +133,8 @@ def _unpack(raw: Array, block: np.dtype) -> dict[str, Array]:
 def take_layer(w: QTensor, i: Array | int) -> QTensor:
     """Index axis 0 of every field; `i` may be traced and must be in range. A matrix by columns is not copied."""
     if w.matrix is not None and len(w.shape) == 3 and w.first is None:
-        n_tile = -(-w.matrix[0] // next(iter(w.fields.values())).shape[-1])
         fields = {name: a.reshape(-1, a.shape[-1]) for name, a in w.fields.items()}
-        return replace(w, fields=fields, first=jnp.asarray(i, jnp.int32) * n_tile)
+        return replace(w, fields=fields, first=jnp.asarray(i, jnp.int32) * w.tiles[0])
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False), w)
 
 
