@@ -10,7 +10,7 @@ inside them it has enough tokens for matrix products of expanded weights, and ke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from ds4jax.model.compressor import Compressor
 from ds4jax.model.hyper import HyperConnection
 from ds4jax.model.kernels import attend, extend, hyper, index, router
 from ds4jax.model.moe import MIN_WEIGHT_SUM, MoE
+from ds4jax.model.quant import QTensor
 from ds4jax.model.quant.kernels import dense, experts
 from ds4jax.model.rope import frequencies
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64  # of a step
 
+F32 = jnp.dtype(jnp.float32)
+Inputs = dict[jnp.dtype, jax.Array]  # of a block [M, D], in each type that something takes
 RunLayer = Callable[[int, jax.Array, "Streams", KVCache], tuple["Streams", KVCache]]
 
 
@@ -93,13 +96,14 @@ class Streams:
         return HyperConnection.post(out, self.x, self.post, self.comb)
 
 
-def run(stacks: Iterable[Stack], x: jax.Array, token: jax.Array, cache: KVCache, span: Span, n_used: int) -> tuple[jax.Array, KVCache]:
+def run(stacks: Sequence[Stack], x: jax.Array, token: jax.Array, cache: KVCache, span: Span, n_used: int) -> tuple[jax.Array, KVCache]:
     """Run all layers of stacks on streams x [M, H, D] of tokens int32 [M], M / B for each row of the span: [M, H, D] and the cache.
 
     n_used: experts of a token.
     """
     step = len(token) == len(span.slot)
-    streams = Streams.begin(x, (n_used, 1) if step else (1,))
+    shared = stacks[0].blocks[0].ffn.down_shexp.get_value()
+    streams = Streams.begin(x, (n_used, dense.n_parts(len(token), shared)) if step else (1,))
     for stack in stacks:
         streams, cache = (_run_step if step else _run_chunk)(stack, streams, token, cache, span)
     return streams.end(), cache
@@ -110,9 +114,10 @@ def _run_step(stack: Stack, streams: Streams, token: jax.Array, cache: KVCache, 
 
     def layer(p: int, i: jax.Array, streams: Streams, cache: KVCache) -> tuple[Streams, KVCache]:
         block, at = stack.blocks[p], i.reshape(1)
-        x, y, post, comb = _site(block.hc_attn, block.attn_norm.get_value(), streams, at)
+        x, y, post, comb = _site(block.hc_attn, block.attn_norm.get_value(), streams, at, block.attn.inputs.get_value().groups)
         out, cache = _attention(block.attn, y, cache, stack.layer_index(p, i), at, span)
-        x, y, post, comb = _site(block.hc_ffn, block.ffn_norm.get_value(), Streams(x, (out[:, None],), post, comb), at)
+        shared, gate = block.ffn.gate_up_shexp.get_value().groups, block.ffn.gate_inp.get_value()
+        x, y, post, comb = _site(block.hc_ffn, block.ffn_norm.get_value(), Streams(x, (out,), post, comb), at, [*shared, gate])
         return Streams(x, _experts(block.ffn, y, token, span.live(1, cache.n_slot), at), post, comb), cache
 
     return _scan(stack, layer, streams, cache)
@@ -127,9 +132,9 @@ def _run_chunk(stack: Stack, streams: Streams, token: jax.Array, cache: KVCache,
         block, at = stack.blocks[p], i.reshape(1)
         attn, ffn = stack.layer(block.attn, i), stack.layer(block.ffn, i)
         x, y, post, comb = _site(block.hc_attn, block.attn_norm.get_value(), streams, at)
-        out, cache = attn(y.reshape(n_row, n_token, -1), cache, stack.layer_index(p, i), span, jnp.dtype(jnp.bfloat16))
-        x, y, post, comb = _site(block.hc_ffn, block.ffn_norm.get_value(), Streams(x, (out.reshape(y.shape)[:, None],), post, comb), at)
-        return Streams(x, (ffn(y, token, live, i, jnp.dtype(jnp.bfloat16))[:, None],), post, comb), cache
+        out, cache = attn(y[F32].reshape(n_row, n_token, -1), cache, stack.layer_index(p, i), span, jnp.dtype(jnp.bfloat16))
+        x, y, post, comb = _site(block.hc_ffn, block.ffn_norm.get_value(), Streams(x, (out.reshape(len(x), 1, -1),), post, comb), at)
+        return Streams(x, (ffn(y[F32], token, live, i, jnp.dtype(jnp.bfloat16))[:, None],), post, comb), cache
 
     return _scan(stack, layer, streams, cache)
 
@@ -145,17 +150,31 @@ def _scan(stack: Stack, layer: RunLayer, streams: Streams, cache: KVCache) -> tu
     return jax.lax.scan(body, (streams, cache), jnp.arange(stack.plan.repeats, dtype=jnp.int32))[0]
 
 
-def _site(hc: HyperConnection, norm: jax.Array, streams: Streams, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Bring the streams up to date and enter a block: streams [M, H, D], the block's input [M, D], post and comb for its output."""
+def _site(
+    hc: HyperConnection, norm: jax.Array, streams: Streams, layer: jax.Array, weights: Sequence[QTensor] = ()
+) -> tuple[jax.Array, Inputs, jax.Array, jax.Array]:
+    """Bring the streams up to date and enter a block: streams [M, H, D], the block's input, post and comb for its output.
+
+    weights: what the input meets on kernels; it comes in the types that these take, beside f32.
+    """
     c = hc.config
     x, products = hyper.advance(streams.x, streams.parts, streams.post, streams.comb, hc.fn.get_value(), layer)
     scale, base = hc.scale.get_value(), hc.base.get_value()
-    y, post, comb = hyper.enter(x, products, scale, base, norm, layer, n_iter=c.hc_sinkhorn_iters, hc_eps=c.hc_eps, rms_eps=c.rms_eps)
-    return x, y, post, comb
+    dtypes = list(dict.fromkeys(jnp.dtype(t) for t in (jnp.float32, *(dense.taken_dtype(len(x), w) for w in weights))))
+    y, post, comb = hyper.enter(
+        x, products, scale, base, norm, layer, n_iter=c.hc_sinkhorn_iters, hc_eps=c.hc_eps, rms_eps=c.rms_eps, dtypes=dtypes
+    )
+    return x, dict(zip(dtypes, y, strict=True)), post, comb
 
 
-def _attention(attn: Attention, y: jax.Array, cache: KVCache, at: LayerIndex, layer: jax.Array, span: Span) -> tuple[jax.Array, KVCache]:
-    """Run a layer's attention on its input y [M, D]: [M, D] f32, and the cache with the token in it."""
+def _product(y: Inputs, w: QTensor, layer: jax.Array, **options: Any) -> jax.Array:
+    """Compute `dense.dense_matmul` of a block's input."""
+    dtype = jnp.dtype(dense.taken_dtype(len(y[F32]), w))
+    return dense.dense_matmul(y[dtype], w, layer, **options)
+
+
+def _attention(attn: Attention, y: Inputs, cache: KVCache, at: LayerIndex, layer: jax.Array, span: Span) -> tuple[jax.Array, KVCache]:
+    """Run a layer's attention on its input: f32 [M, some parts, D] to be summed, and the cache with the token in it."""
     c = attn.config
     lora, inputs, cache = _extend(attn, y, cache, at, layer, span)
     q = dense.dense_matmul(lora, attn.q_b.get_value(), layer)
@@ -172,15 +191,15 @@ def _attention(attn: Attention, y: jax.Array, cache: KVCache, at: LayerIndex, la
         n_head=c.n_head, ratio=attn.ratio, omega=omega, eps=c.rms_eps,
     )  # fmt: skip
     low = dense.dense_matmul(o, attn.output_a.get_value(), layer, groups=c.n_out_group, out_dtype=jnp.bfloat16)
-    return dense.dense_matmul(low, attn.output_b.get_value(), layer), cache
+    return dense.dense_parts(low, attn.output_b.get_value(), layer), cache
 
 
 def _extend(
-    attn: Attention, y: jax.Array, cache: KVCache, at: LayerIndex, layer: jax.Array, span: Span
+    attn: Attention, y: Inputs, cache: KVCache, at: LayerIndex, layer: jax.Array, span: Span
 ) -> tuple[jax.Array, list[jax.Array], KVCache]:
-    """Project a layer's input y [M, D] and extend the cache by it: the low-rank query [M, Q] bf16, and the projections of `inputs`."""
+    """Project a layer's input and extend the cache by it: the low-rank query [M, Q] bf16, and the projections of `inputs`."""
     inputs = attn.inputs.get_value()
-    products = [dense.dense_matmul(y, group, layer) for group in inputs.groups]
+    products = [_product(y, group, layer) for group in inputs.groups]
     proj = products[0] if len(products) == 1 else jnp.concatenate(products, axis=1)
     jobs: list[tuple[Compressor, str, str]] = []
     if attn.ratio:
@@ -204,16 +223,16 @@ def _extend(
     return lora, inputs.split(proj), dataclasses.replace(cache, **changed)
 
 
-def _experts(moe: MoE, y: jax.Array, token: jax.Array, live: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Run a layer's experts on their input y [M, D]: routed [M, X, D] and shared [M, 1, D], both f32, to be summed."""
+def _experts(moe: MoE, y: Inputs, token: jax.Array, live: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Run a layer's experts on their input: routed [M, X, D] and shared [M, some parts, D], both f32, to be summed."""
     c = moe.config
     bias, table = (None if p is None else p.get_value() for p in (moe.exp_probs_b, moe.tid2eid))
-    logits = dense.dense_matmul(y, moe.gate_inp.get_value(), layer)
+    logits = _product(y, moe.gate_inp.get_value(), layer)
     weight, pairs = router.choose(
         logits, bias, table, token, live, layer, n_used=c.n_expert_used, scale=c.expert_scale, least=MIN_WEIGHT_SUM
     )
     weights = [w.get_value() for w in (moe.gate_exps, moe.up_exps, moe.down_exps)]
-    routed = experts.apply_experts(y, weight, pairs, weights, layer, moe.clamp)
+    routed = experts.apply_experts(y[F32], weight, pairs, weights, layer, moe.clamp)
     gate_up = moe.gate_up_shexp.get_value().groups
-    hidden = dense.dense_matmul(y, gate_up[0], layer, swiglu_clamp=moe.clamp_shared, out_dtype=jnp.bfloat16)
-    return routed, dense.dense_matmul(hidden, moe.down_shexp.get_value(), layer)[:, None]
+    hidden = _product(y, gate_up[0], layer, swiglu_clamp=moe.clamp_shared, out_dtype=jnp.bfloat16)
+    return routed, dense.dense_parts(hidden, moe.down_shexp.get_value(), layer)

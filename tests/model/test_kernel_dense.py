@@ -41,6 +41,18 @@ def test_groups_of_rows_meet_groups_of_columns(m: int) -> None:
     np.testing.assert_allclose(got, expected.reshape(m, 64), rtol=0.02, atol=0.02 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.parametrize("m", [1, 3, 40])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parts_add_up_to_the_product(m: int, groups: int) -> None:
+    w, x = random_weight("Q8_0", (2, 64, 1024)), rows(m, groups * 1024)
+    parts = dense.dense_parts(x, w, LAYER, groups=groups)
+    assert parts.shape == (m, dense.n_parts(m, w), 64)
+    assert (parts.shape[1] > 1) == (m > dense.FEW)
+    whole = quant.dequantize(quant.take_layer(w, 1)).reshape(groups, -1, 1024)
+    for got, columns, rows_of_group in zip(*(jnp.split(a, groups, axis=1) for a in (parts.sum(axis=1), x)), whole, strict=True):
+        close(got, columns, rows_of_group)
+
+
 @pytest.mark.parametrize("m", [1, 4])
 def test_gate_and_up_end_in_swiglu(m: int) -> None:
     w, x = random_weight("Q8_0", (2, 64, 128)), rows(m, 128)
@@ -52,13 +64,13 @@ def test_gate_and_up_end_in_swiglu(m: int) -> None:
 
 @pytest.mark.parametrize("m", [2, 8])
 def test_a_row_ignores_its_index_and_its_neighbours(m: int) -> None:
-    w, x = random_weight("Q8_0", (2, 32, 256)), rows(m, 256)
+    w, x = random_weight("Q8_0", (2, 32, 1024)), rows(m, 1024)
     there = np.asarray(dense.dense_matmul(x, w, LAYER))
-    other = rows(m, 256, seed=1).at[m - 1].set(x[0])
+    other = rows(m, 1024, seed=1).at[m - 1].set(x[0])
     np.testing.assert_array_equal(np.asarray(dense.dense_matmul(other, w, LAYER))[m - 1], there[0])
 
 
-@pytest.mark.parametrize("m", [1, 2, 4, 64])
+@pytest.mark.parametrize("m", [1, 2, 4, 32, 64])
 @pytest.mark.parametrize(
     ("kind", "n", "k", "options"),
     [

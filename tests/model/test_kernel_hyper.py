@@ -38,7 +38,9 @@ def test_a_site_equals_the_plain_path(kind: str, m: int) -> None:
         pre, after = (jax.nn.sigmoid(mix[:, i * H : (i + 1) * H] * s[i] + b[:, i * H : (i + 1) * H]) for i in range(2))
         square = plain.sinkhorn((mix[:, 2 * H :] * s[2] + b[:, 2 * H :]).reshape(m, H, H), 20, 1e-6)
         y = rms_norm(plain.weighted_sum(pre + 1e-6, want), 1e-6, norm[1])
-        return [new, *hyper.enter(new, products, scale, base, norm, LAYER, **STATICS)], [want, y, 2 * after, square]
+        (got, rounded), *others = hyper.enter(new, products, scale, base, norm, LAYER, **STATICS, dtypes=(jnp.float32, jnp.bfloat16))
+        exact = [new, got, *others, rounded.astype(jnp.float32)]
+        return exact, [want, y, 2 * after, square, got.astype(jnp.bfloat16).astype(jnp.float32)]
 
     for got, want in zip(*both(x, parts, post, comb), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
@@ -53,7 +55,8 @@ def test_a_row_has_the_same_bits_wherever_it_stands() -> None:
     @jax.jit
     def site(x: jax.Array, part: jax.Array, post: jax.Array, comb: jax.Array) -> list[jax.Array]:
         x, products = hyper.advance(x, [part], post, comb, fn, LAYER)
-        return [x, *hyper.enter(x, products, scale, base, norm, LAYER, **STATICS)]
+        (y,), *others = hyper.enter(x, products, scale, base, norm, LAYER, **STATICS)
+        return [x, y, *others]
 
     order = np.random.default_rng(0).permutation(m)
     for there, here in zip(site(*(a[order] for a in rows)), site(*rows), strict=True):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 
 from ds4jax.model.kernels.launch import launch
 from ds4jax.model.quant.qtensor import QTensor
@@ -144,27 +145,29 @@ def _pieces(x: jax.Array) -> list[jax.Array]:
 
 def enter(
     x: jax.Array, products: jax.Array, scale: jax.Array, base: jax.Array, norm: jax.Array, layer: jax.Array,
-    *, n_iter: int, hc_eps: float, rms_eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    *, n_iter: int, hc_eps: float, rms_eps: float, dtypes: Sequence[DTypeLike] = (jnp.float32,),
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:  # fmt: skip
     """Collapse the streams to a block's normalised input, given what `advance` returned.
 
     Args:
         x: f32 [M, H, D]; scale [L, 3], base [L, 2H + H*H], norm [L, D] (the block's): f32; layer: int32 [1].
+        dtypes: in which the input is wanted.
 
     Returns:
-        f32 [M, D], post [M, H] and comb [M, H, H] (see `HyperConnection.pre`).
+        the input [M, D] in each of these types, post f32 [M, H] and comb f32 [M, H, H] (see `HyperConnection.pre`).
     """
     m, h, d = x.shape
-    out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((m, d), (m, h), (m, h, h))]
+    out = [*(jax.ShapeDtypeStruct((m, d), t) for t in dtypes), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((m, h), (m, h, h)))]
     kernel = partial(_enter, n_iter=n_iter, hc_eps=hc_eps, rms_eps=rms_eps)
-    y, post, comb = launch(kernel, (2, m), out, [layer, x, products, scale, base, norm], name="hyper_enter", warps=8)
-    return y, post, comb
+    *y, post, comb = launch(kernel, (2, m), out, [layer, x, products, scale, base, norm], name="hyper_enter", warps=8)
+    return tuple(y), post, comb
 
 
 def _enter(
-    layer_ref: Any, x_ref: Any, product_ref: Any, scale_ref: Any, base_ref: Any, norm_ref: Any, y_ref: Any, post_ref: Any, comb_ref: Any,
-    *, n_iter: int, hc_eps: float, rms_eps: float,
+    layer_ref: Any, x_ref: Any, product_ref: Any, scale_ref: Any, base_ref: Any, norm_ref: Any, *refs: Any,
+    n_iter: int, hc_eps: float, rms_eps: float,
 ) -> None:  # fmt: skip
+    *y_refs, post_ref, comb_ref = refs
     role, m, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
     _, h, d = x_ref.shape
     chunk, stream = jnp.arange(product_ref.shape[1]), jnp.arange(h)
@@ -185,7 +188,9 @@ def _enter(
         pre = _sigmoid(pre) + hc_eps
         post_ref[m, :] = 2 * _sigmoid(post)
         y = jnp.sum(x * pre[:, None], axis=0)
-        y_ref[m, :] = y * (1 / jnp.sqrt(jnp.sum(y * y) / d + rms_eps)) * weight
+        y = y * (1 / jnp.sqrt(jnp.sum(y * y) / d + rms_eps)) * weight
+        for ref in y_refs:
+            ref[m, :] = y.astype(ref.dtype)
 
     @pl.when(role == 1)
     def combination() -> None:
