@@ -35,5 +35,5 @@ def test_outputs_are_stripped_and_imports_are_few(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_it_runs(path: Path) -> None:
-    """All open the same engine, as tests/test_shipped_model.py does: its programs are compiled once."""
+    """All open the same engine: its programs are compiled once."""
     nbclient.NotebookClient(nbformat.read(path, as_version=4), timeout=240, kernel_name="python3").execute()

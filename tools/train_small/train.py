@@ -50,7 +50,7 @@ def main(
     steps: Annotated[int | None, typer.Option(help="Train so many steps instead; then the same seed gives the same model.")] = None,
     shape: Annotated[str, typer.Option(help="small, or smoke for a test.")] = "small",
     batch_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 32768,
-    peak: Annotated[float, typer.Option(help="Largest learning rate.")] = 1.5e-3,
+    peak: Annotated[float, typer.Option(help="Largest learning rate.")] = 1.8e-3,
     which: Annotated[Which, typer.Option("--train", help="On two devices, two commands train both at the same time.")] = Which.BOTH,
     checkpoint: Annotated[Path | None, typer.Option(help="Save to this .npz file at times, and go on from it if it exists.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
