@@ -21,8 +21,9 @@ PARTS = (
 # `extend` writes raw rows too, but what takes its time are the compressors.
 KERNELS = {
     "experts_gate_up": "experts", "experts_down": "experts", "quantize": "experts", "count_pairs": "experts", "place_pairs": "experts",
-    "dense": "dense products", "attend_part": "attention", "attend_sum": "attention", "flash": "attention", "extend": "compressor",
-    "index_query": "indexer", "index_score": "indexer", "index_select": "indexer", "router": "router", "sort_pairs": "router",
+    "dense": "dense products", "attend_part": "attention", "attend_sum": "attention", "flash": "attention", "query": "attention",
+    "extend": "compressor", "index_query": "indexer", "index_score": "indexer", "index_select": "indexer",
+    "router": "router", "sort_pairs": "router",
     "hyper_advance": "hyper-connections", "hyper_enter": "hyper-connections", "hyper_join": "hyper-connections",
     "hyper_products": "hyper-connections", "sinkhorn": "hyper-connections", "nucleus": "sampling", "top": "sampling",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from ds4jax.config import ModelConfig
 from ds4jax.model.cache import KVCache
 from ds4jax.model.compressor import Compressor
 from ds4jax.model.indexer import NO_ROW, Indexer
-from ds4jax.model.kernels import flash, index
+from ds4jax.model.kernels import flash, index, query
 from ds4jax.model.norm import rms_norm
 from ds4jax.model.quant import grouped_matmul, matmul, project
 from ds4jax.model.rope import frequencies, rotate
@@ -96,7 +96,6 @@ class Attention(nnx.Module):
         q_a, kv, *rest = inputs.split(project(flat.astype(dtype), inputs, out_dtype=jnp.float32))
         lora = rms_norm(q_a, self.config.rms_eps, self.q_a_norm.get_value())
         q = self._linear(lora, self.q_b, dtype).reshape(b, t, self.config.n_head, self.config.head_dim)
-        q = rotate(rms_norm(q, self.config.rms_eps), position[:, :, None], omega)
         kv = rms_norm(kv, self.config.rms_eps, self.kv_a_norm.get_value())
         kv = rotate(kv, flat_position, omega).reshape(b, t, -1)
 
@@ -111,6 +110,7 @@ class Attention(nnx.Module):
             if projected is not None:
                 iq, weight = self.indexer.queries(*projected, flat_position)
                 query_index = iq.reshape(b, t, *iq.shape[1:]), weight.reshape(b, t, -1)
+            q = rotate(rms_norm(q, self.config.rms_eps), position[:, :, None], omega)
             attend = self._attend_step if t == 1 else self._attend_chunk
             o, cache = attend(q, kv, query_index, cache, at, span)
         o = rotate(o, position[:, :, None], omega, inverse=True)
@@ -227,8 +227,9 @@ class Attention(nnx.Module):
     def _attend_flash(
         self, q: jax.Array, kv: jax.Array, projected: tuple[jax.Array, jax.Array] | None, cache: KVCache, at: LayerIndex, span: Span
     ) -> tuple[jax.Array, KVCache]:
-        """Attend as `_attend_chunk`, by kernels. projected: what `Indexer.queries` takes."""
+        """Attend as `_attend_chunk`, by kernels. q: not yet normalised and rotated. projected: what `Indexer.queries` takes."""
         c, (b, t) = self.config, kv.shape[:2]
+        omega = frequencies(c, compressed=self.ratio != 0)
         offset = jnp.arange(t)[None, :]
         position = span.start[:, None] + offset
         keys, n_comp, chosen = [self._chunk_keys(kv, cache, at, span)], jnp.zeros_like(position), None
@@ -239,13 +240,14 @@ class Attention(nnx.Module):
             if projected is not None and rows.n_row > c.index_top_k:
                 slot = jnp.where(offset < span.n[:, None], span.slot[:, None], cache.n_slot)
                 flat = slot.reshape(-1), position.reshape(-1)
-                omega = frequencies(c, compressed=True)
                 number, count = index.choose_rows(*projected, cache.index, jnp.asarray(at.comp), *flat, top_k=c.index_top_k, omega=omega)
                 chosen, n_comp = number.reshape(b, t, -1), count.reshape(b, t)
         exact = jnp.float16 if cache.raw.format == "fp8" else jnp.bfloat16  # holds what the cache holds
+        flat = q.reshape(b * t, *q.shape[2:]), position.reshape(-1)
+        q = query.finish_queries(*flat, omega=omega, eps=c.rms_eps, dtype=exact).reshape(q.shape)
         o = flash.flash(
-            q.astype(exact), jnp.concatenate(keys, axis=1).astype(exact), self.sinks.get_value()[None], jnp.zeros(1, jnp.int32),
-            span.start, span.n, n_comp, chosen, window=c.n_window,
+            q, jnp.concatenate(keys, axis=1).astype(exact), self.sinks.get_value()[None], jnp.zeros(1, jnp.int32), span.start,
+            span.n, n_comp, chosen, window=c.n_window,
         )  # fmt: skip
         return o.astype(jnp.float32), self._keep_window(kv, cache, at, span)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
-from ds4jax.model.quant import QTensor, expert_apply, matmul, project, route
+from ds4jax.model.quant import QTensor, expert_apply, matmul, precise_matmul, project, route
 from ds4jax.model.quant.kernels import experts, grouped
 from ds4jax.model.sums import ordered_sum
 from ds4jax.model.weights import Take
@@ -18,7 +18,7 @@ class Experts(nnx.Param):
     layer: their product picks layer and expert together, so nobody copies the experts of a layer to use a few."""
 
 
-GROUPED_FROM = 128  # tokens that share the decoding of an expert's weights; fewer meet it one by one
+GROUPED_FROM = 256  # tokens that share the decoding of an expert's weights; fewer meet it one by one
 MIN_WEIGHT_SUM = 2.0**-14  # floor of the routing weights' sum, as ds4 has it
 
 
@@ -42,7 +42,9 @@ class MoE(nnx.Module):
 
     def choose(self, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Choose experts for x [M, D] f32 of input tokens [M] int32: ids [M, X] int32 and weights [M, X] f32."""
-        score = jnp.sqrt(jax.nn.softplus(matmul(x, self.gate_inp.get_value())))  # [M, E]
+        gate = self.gate_inp.get_value()
+        logits = precise_matmul(x, gate) if self.kernels and gate.kind == "F16" else matmul(x, gate)
+        score = jnp.sqrt(jax.nn.softplus(logits))  # [M, E]
         if self.tid2eid is not None:
             expert = self.tid2eid.get_value()[token]
         else:

@@ -82,9 +82,9 @@ def test_steps_on_kernels_are_those_of_the_plain_path() -> None:
 
 @pytest.mark.slow
 def test_chunks_on_kernels_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = grouped.Tile(rows=64, groups=8, warps=4, stages=1)
+    tiles = grouped.Tiles(*[grouped.Tile(rows=64, groups=8, warps=4, stages=1, joined=joined) for joined in (4, 2)])
     for module, constants in (
-        (grouped, {"GATE_UP": tile, "DOWN": tile}),
+        (grouped, {"FEW": tiles, "MANY": tiles}),
         (flash, {"TILE": flash.Tile(16, 4, 1)}),
         (moe, {"GROUPED_FROM": CHUNK}),
         (hyper, {"MANY": CHUNK}),

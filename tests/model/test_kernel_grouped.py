@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds4jax.model import moe, quant
 from ds4jax.model.quant.kernels import grouped
 from ds4jax.model.quant.kernels.blocks import Blocks, cut_into_blocks
-from ds4jax.model.quant.kernels.grouped import Tile
+from ds4jax.model.quant.kernels.grouped import Tile, Tiles
 from tests.model.lowering import lower_for_cuda
 from tests.model.test_quant import random_weight
 from tests.model.tokens import check_company, check_nan
@@ -57,18 +57,20 @@ def weights() -> list[quant.QTensor]:
     return [quant.prepare(random_weight(kind, shape, seed)) for seed, (kind, shape) in enumerate(layout)]
 
 
+TILES = {joined: Tiles(Tile(128, 8, 4, 1, joined[0]), Tile(256, 8, 4, 1, joined[1])) for joined in ((4, 1), (4, 2), (1, 4))}
+
+
 @cache
-def compiled() -> Callable[..., jax.Array]:
+def compiled(joined: tuple[int, int] = (4, 2)) -> Callable[..., jax.Array]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "GATE_UP", Tile(128, 8, 4, 1))
-        patch.setattr(grouped, "DOWN", Tile(256, 8, 4, 1))
+        patch.setattr(grouped, "FEW", TILES[joined])
         x, weight, expert = example(N_TOKEN)
         lowered = jax.jit(partial(grouped.apply_grouped, clamp=CLAMP)).lower(x, weight, expert, weights(), LAYER)
         return lowered.compile()
 
 
-def apply(x: np.ndarray, weight: np.ndarray, expert: np.ndarray) -> np.ndarray:
-    return np.asarray(compiled()(x, weight, expert, weights(), LAYER))
+def apply(x: np.ndarray, weight: np.ndarray, expert: np.ndarray, joined: tuple[int, int] = (4, 2)) -> np.ndarray:
+    return np.asarray(compiled(joined)(x, weight, expert, weights(), LAYER))
 
 
 def example(m: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -79,7 +81,8 @@ def example(m: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rng.normal(size=(m, D)).astype(np.float32), rng.random((m, X)).astype(np.float32), expert
 
 
-def test_each_token_adds_up_its_experts() -> None:
+@pytest.mark.parametrize("joined", TILES)
+def test_each_token_adds_up_its_experts(joined: tuple[int, int]) -> None:
     x, weight, expert = example(N_TOKEN)
     expert[0, 1], expert[3] = E, -1  # nobody
     gate, up, down = (np.asarray(quant.dequantize(quant.take_layer(w, 1))) for w in weights())
@@ -88,19 +91,19 @@ def test_each_token_adds_up_its_experts() -> None:
         e, row = expert[token, choice], x[token]
         hidden = np.asarray(moe.swiglu(jnp.asarray(gate[e] @ row), jnp.asarray(up[e] @ row), CLAMP)) * weight[token, choice]
         expected[token] += down[e] @ hidden
-    got = apply(x, weight, expert)
+    got = apply(x, weight, expert, joined)
     assert not got[3].any()
     # Inputs, hidden values and weights have 11 bits, so each product is off by some 2**-12; their sums are a few times smaller than they.
     assert (np.linalg.norm(got - expected, axis=1) <= 5e-3 * np.linalg.norm(expected, axis=1)).all()
 
 
-def test_planes_of_q4_k_are_its_weights() -> None:
+@pytest.mark.parametrize("joined", [1, 2, 4])
+def test_planes_of_q4_k_are_its_weights(joined: int) -> None:
     """Multiplied by the unit matrix, a product shows every weight in its place. (The other formats are in the products above.)"""
     w = quant.prepare(random_weight("Q4_K", (L, 1, 16, 256)))
     blocks = Blocks(jnp.zeros(1, jnp.int32), jnp.arange(256, dtype=jnp.int32)[None])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "DOWN", Tile(16, 8, 4, 1))
-        got = jax.jit(grouped.down)(grouped.to_planes(jnp.eye(256)), w, blocks, LAYER)
+    tile = Tile(16, 8, 4, 1, joined)
+    got = jax.jit(partial(grouped.down, tiles=Tiles(tile, tile)))(grouped.to_planes(jnp.eye(256), joined), w, blocks, LAYER)
     # Scale, minimum and weight round to 11 bits each.
     expected = np.asarray(quant.dequantize(quant.take_layer(w, 1))[0]).T
     np.testing.assert_allclose(got, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())

@@ -144,6 +144,13 @@ def test_bfloat16_rows_meet_bfloat16_weights_and_sum_in_float32() -> None:
     assert jax.eval_shape(quant.matmul, x, w).dtype == jnp.bfloat16
 
 
+def test_pieces_of_rows_are_nearly_as_right_as_float32() -> None:
+    x, w = random_rows(8, 512) * np.float32([[1e-3], [1], [30], [1], [1], [1], [1], [1000]]), random_weight("F16", (48, 512))
+    decoded = np.asarray(quant.dequantize(w), np.float64)
+    error = np.abs(np.asarray(quant.precise_matmul(jnp.asarray(x), w), np.float64) - x.astype(np.float64) @ decoded.T)
+    assert np.all(error <= 2.0**-20 * np.abs(x) @ np.abs(decoded).T)
+
+
 @pytest.mark.parametrize("n_rows", [1, 2, 3, 4, 8, 16, 128])
 @pytest.mark.parametrize("n, k", [(96, 64), (40, 1024), (257, 160)])
 def test_a_row_ignores_its_index_and_its_neighbours(n_rows: int, n: int, k: int) -> None:

@@ -24,7 +24,8 @@ from ds4jax.model.kernels.rows import HALF, RowLayout, read_keys, tile, used_pos
 from ds4jax.model.rounding import FP4_BLOCK, HADAMARD_WIDTH, exp2_int
 
 RATIO = 4  # tokens a row, on every layer that has an indexer
-QUERY_HEADS = 16  # of a program that prepares queries
+QUERY_HEADS = 16  # of a program that prepares queries: few, where there are few tokens
+MANY_TOKENS, MANY_HEADS = 128, 64  # from so many tokens on, so many heads share what a program makes first
 SCORE_ROWS = 64  # of a program's tile
 SCORE_WARPS = 4
 SCORE_PROGRAMS = 256  # in all, at most: enough for every processor; sessions share them
@@ -86,7 +87,8 @@ def choose_rows(
 
     queries = jax.ShapeDtypeStruct((m, 2, plan.heads, j // 2), jnp.bfloat16)
     operands = [q.reshape(m, n_head, j), jnp.asarray(angles), slot, position]
-    query = launch(partial(_queries, plan=plan), (plan.heads // QUERY_HEADS, m), queries, operands, name="index_query", warps=4)
+    heads = QUERY_HEADS if m < MANY_TOKENS else min(MANY_HEADS, plan.heads)
+    query = launch(partial(_queries, plan=plan, heads=heads), (plan.heads // heads, m), queries, operands, name="index_query", warps=4)
 
     n_tile = pl.cdiv(layout.n_row, SCORE_ROWS)
     grid = (min(n_tile, max(4, SCORE_PROGRAMS // m)), m)
@@ -98,11 +100,11 @@ def choose_rows(
     return launch(partial(_select, plan=plan), (m,), out, [score, slot, position], name="index_select", warps=SELECT_WARPS)
 
 
-def _queries(q_ref: Any, angle_ref: Any, slot_ref: Any, position_ref: Any, out_ref: Any, *, plan: _Plan) -> None:
+def _queries(q_ref: Any, angle_ref: Any, slot_ref: Any, position_ref: Any, out_ref: Any, *, plan: _Plan, heads: int) -> None:
     """Rotate, mix and round the queries of some heads, and lay them out as the keys are read."""
     group, row = pl.program_id(0), pl.program_id(1)
     _, position, n = plan.visible(slot_ref, position_ref, row)
-    head = group * QUERY_HEADS + jnp.arange(QUERY_HEADS)
+    head = group * heads + jnp.arange(heads)
     real = (head < plan.n_head)[:, None]
 
     def rotated(channel: jax.Array) -> jax.Array:
@@ -122,9 +124,9 @@ def _queries(q_ref: Any, angle_ref: Any, slot_ref: Any, position_ref: Any, out_r
         x, inside = rotated(jnp.arange(plan.keys.width)), jnp.arange(FP4_BLOCK)
         for block in range(plan.keys.width // FP4_BLOCK):
             mixed = _fp4(_hadamard(x, block * FP4_BLOCK + inside))
-            heads, half = tile(head, inside // HALF)
+            row_head, half = tile(head, inside // HALF)
             _, column = tile(head, block * HALF + inside % HALF)
-            plt.store(out_ref.at[row, half, heads, column], mixed.astype(jnp.bfloat16))
+            plt.store(out_ref.at[row, half, row_head, column], mixed.astype(jnp.bfloat16))
 
     pl.when(n > plan.top_k)(rounded if plan.keys.format == "fp4" else plain)
 

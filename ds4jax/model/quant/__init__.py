@@ -5,7 +5,7 @@ from ds4jax.model.quant.experts import RoutingPlan, expert_apply, expert_matmul,
 from ds4jax.model.quant.formats import dequantize
 from ds4jax.model.quant.joined import Joined, places, project
 from ds4jax.model.quant.layouts import COLUMNS, LAYOUTS
-from ds4jax.model.quant.matmul import dot, matmul
+from ds4jax.model.quant.matmul import dot, matmul, precise_matmul
 from ds4jax.model.quant.qtensor import QTensor, abstract, field_shapes, pack, row_bytes, take_layer, unpack
 from ds4jax.model.quant.repack import PREPARED, arrange, prepare
 from ds4jax.model.quant.rows import embed, grouped_matmul
@@ -31,6 +31,7 @@ __all__ = [
     "matmul",
     "pack",
     "places",
+    "precise_matmul",
     "prepare",
     "project",
     "route",

@@ -25,6 +25,17 @@ def matmul(x: Array, w: QTensor, *, precision: lax.PrecisionLike = None, out_dty
     return dot(x, dequantize(w, x.dtype), precision=precision).astype(out_dtype or x.dtype)
 
 
+def precise_matmul(x: Array, w: QTensor) -> Array:
+    """Multiply x f32 [M, K], in float16's range, by w [N, K] of type F16: f32 [M, N], nearly as right as float32 products.
+
+    For accelerators, which multiply float16 many times faster: x goes in two pieces of 11 bits.
+    """
+    high = x.astype(jnp.float16)
+    low = ((x - high.astype(jnp.float32)) * 2048).astype(jnp.float16)
+    y = dot(jnp.concatenate([high, low]), dequantize(w, jnp.float16))
+    return y[: len(x)] + y[len(x) :] * (1 / 2048)
+
+
 def dot(x: Array, w: Array, *, precision: lax.PrecisionLike = None) -> Array:
     """Multiply x [..., K] by plain weights [N, K] of the same type: f32 [..., N].
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plt
 from ds4jax.model.kernels.launch import launch
 from ds4jax.model.quant.kernels.blocks import Blocks, cut_into_blocks
 from ds4jax.model.quant.kernels.dense import swiglu
-from ds4jax.model.quant.kernels.planes import GROUP, PLANES, SCALE_UP, WORDS, to_planes
+from ds4jax.model.quant.kernels.planes import GROUP, PLANES, SCALE_UP, WORDS, join, to_planes
 from ds4jax.model.quant.layouts import layout_of
 from ds4jax.model.quant.qtensor import QTensor
 
@@ -28,16 +28,28 @@ LEAST_MEMBERS, MOST_MEMBERS = 16, 128  # of a block
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is cut: rows of weights of a program, groups of 32 values of a step, warps, stages of the loads."""
+    """How a product is cut: rows of weights of a program, groups of 32 values of a step, warps, stages of the loads, planes of a `dot`."""
 
     rows: int
     groups: int
     warps: int
     stages: int
+    joined: int
 
 
-GATE_UP = Tile(rows=64, groups=32, warps=4, stages=3)
-DOWN = Tile(rows=128, groups=32, warps=4, stages=2)
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of an expert's two products."""
+
+    gate_up: Tile
+    down: Tile
+
+
+# For blocks of up to SMALL members, and for larger ones; measured at 256 and 512 tokens, and at 2,048 and 4,096. Joined planes need fewer
+# steps, each of which waits for all warps, and more instructions.
+SMALL = 32
+FEW = Tiles(gate_up=Tile(32, 16, 4, 3, joined=4), down=Tile(128, 32, 4, 2, joined=1))
+MANY = Tiles(gate_up=Tile(64, 16, 4, 3, joined=4), down=Tile(128, 32, 4, 3, joined=2))
 
 
 def fits(gate: QTensor, up: QTensor, down: QTensor) -> bool:
@@ -47,7 +59,7 @@ def fits(gate: QTensor, up: QTensor, down: QTensor) -> bool:
         n, k = w.shape[-2:]
         return w.kind in PLANES and n % tile.rows == 0 and k % (GROUP * tile.groups) == 0
 
-    return gate.kind == up.kind and taken(gate, GATE_UP) and taken(up, GATE_UP) and taken(down, DOWN)
+    return gate.kind == up.kind and all(taken(gate, t.gate_up) and taken(up, t.gate_up) and taken(down, t.down) for t in (FEW, MANY))
 
 
 def block_members(n_pair: int, n_expert: int) -> int:
@@ -74,32 +86,44 @@ def apply_grouped(
     """
     gate, up, down_ = weights
     n_expert = gate.shape[1]
-    blocks = cut_into_blocks(expert.reshape(-1), n_expert, block_members(expert.size, n_expert))
-    hidden = gate_up(to_planes(x), gate, up, blocks, layer, clamp=clamp, weight=weight)
-    y = down(hidden, down_, blocks, layer).reshape(*expert.shape, -1)
+    members = block_members(expert.size, n_expert)
+    tiles = FEW if members <= SMALL else MANY
+    blocks = cut_into_blocks(expert.reshape(-1), n_expert, members)
+    hidden = gate_up(to_planes(x, tiles.gate_up.joined), gate, up, blocks, layer, tiles, clamp=clamp, weight=weight)
+    y = down(hidden, down_, blocks, layer, tiles).reshape(*expert.shape, -1)
     chosen = (expert >= 0) & (expert < n_expert)  # what nobody wrote is anything, NaN included
     terms = jnp.where(chosen[:, :, None], y, 0)
     # Term by term: elementwise sums fuse, in one order.
     return sum((terms[:, i] for i in range(1, terms.shape[1])), terms[:, 0])
 
 
-def gate_up(x: jax.Array, gate: QTensor, up: QTensor, blocks: Blocks, layer: jax.Array, *, clamp: float, weight: jax.Array) -> jax.Array:
-    """Multiply tokens by the gate and up of their experts [L, E, F, D]: swiglu(gate, up, clamp) * weight, in planes f16 [P, 32, F/32].
+def gate_up(
+    x: jax.Array, gate: QTensor, up: QTensor, blocks: Blocks, layer: jax.Array, tiles: Tiles, *, clamp: float, weight: jax.Array
+) -> jax.Array:
+    """Multiply tokens by the gate and up of their experts [L, E, F, D]: swiglu(gate, up, clamp) * weight, f16 [P, F] in planes.
 
-    x: f16 [T, 32, D/32], in planes. weight: f32 [T, X]. Result p is that of pair p = token * X + choice; unspecified for nobody.
+    x: f16 [T, D] in planes (`to_planes`). weight: f32 [T, X]. Result p is that of pair p = token * X + choice; unspecified for nobody.
     """
-    n, n_pair = gate.shape[-2], weight.size
-    kernel = partial(_kernel, kind=gate.kind, tile=GATE_UP, n_expert=gate.shape[1], per_token=weight.shape[1], clamp=clamp)
+    n, n_pair, tile, joined = gate.shape[-2], weight.size, tiles.gate_up, tiles.down.joined
+    statics: dict[str, Any] = {
+        "kind": gate.kind,
+        "tile": tile,
+        "n_expert": gate.shape[1],
+        "per_token": weight.shape[1],
+        "clamp": clamp,
+        "joined": joined,
+    }
     out = jax.ShapeDtypeStruct((n_pair, n), jnp.float16)
-    hidden = _multiply(kernel, out, [layer, blocks.expert, blocks.pair, x, weight.reshape(-1)], [gate, up], GATE_UP, "experts_gate_up")
-    return hidden.reshape(n_pair, GROUP, n // GROUP)
+    operands = [layer, blocks.expert, blocks.pair, x, weight.reshape(-1)]
+    hidden = _multiply(partial(_kernel, **statics), out, operands, [gate, up], tile, "experts_gate_up")
+    return hidden.reshape(n_pair, GROUP // joined, -1)
 
 
-def down(hidden: jax.Array, w: QTensor, blocks: Blocks, layer: jax.Array) -> jax.Array:
+def down(hidden: jax.Array, w: QTensor, blocks: Blocks, layer: jax.Array, tiles: Tiles) -> jax.Array:
     """Multiply what `gate_up` gives by the down of each pair's expert [L, E, D, F]: f32 [P, D], unspecified for nobody."""
-    kernel = partial(_kernel, kind=w.kind, tile=DOWN, n_expert=w.shape[1], per_token=1, clamp=None)
+    kernel = partial(_kernel, kind=w.kind, tile=tiles.down, n_expert=w.shape[1], per_token=1, clamp=None, joined=1)
     out = jax.ShapeDtypeStruct((hidden.shape[0], w.shape[-2]), jnp.float32)
-    return _multiply(kernel, out, [layer, blocks.expert, blocks.pair, hidden], [w], DOWN, "experts_down")
+    return _multiply(kernel, out, [layer, blocks.expert, blocks.pair, hidden], [w], tiles.down, "experts_down")
 
 
 def _multiply(kernel: Any, out: Any, operands: Sequence[jax.Array], weights: Sequence[QTensor], tile: Tile, name: str) -> jax.Array:
@@ -112,8 +136,9 @@ def _multiply(kernel: Any, out: Any, operands: Sequence[jax.Array], weights: Seq
 
 def _kernel(
     layer_ref: Any, expert_ref: Any, pair_ref: Any, x_ref: Any, *refs: Any,
-    kind: str, tile: Tile, n_expert: int, per_token: int, clamp: float | None,
+    kind: str, tile: Tile, n_expert: int, per_token: int, clamp: float | None, joined: int,
 ) -> None:  # fmt: skip
+    """Multiply a block by some rows of weights. joined: of the planes in which a gate's results are stored."""
     *fields, out_ref = refs
     if clamp is not None:
         weight_ref, *fields = fields
@@ -124,8 +149,10 @@ def _kernel(
 
     def multiply(members: int) -> None:
         layer = layer_ref[0]
-        # Rows of gate and up are visited plane by plane, so that hidden values come out in planes.
-        row = column if clamp is None else column % (n // GROUP) * GROUP + column // (n // GROUP)
+        row = column
+        if clamp is not None:  # rows are visited in the order of planes, so that hidden values come out in planes
+            plane, place = column // (n // GROUP * joined), column % (n // GROUP * joined)
+            row = place // joined * GROUP + plane * joined + place % joined
         pair = pair_ref[block, pl.ds(0, members)]
         token = jnp.where(pair < n_pair, pair, 0) // per_token
         names = sorted(layout_of(kind).parts)
@@ -136,15 +163,18 @@ def _kernel(
             words = [PLANES[kind](partial(_read, refs, layer, expert, row, group)) for refs in matrices]
 
             def four_planes(j: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                for p, ws in enumerate(zip(*(word(j) for word in words), strict=True)):
-                    x = plt.load(x_ref.at[token[:, None], 4 * j + p, group[None, :]])
+                planes = [word(j) for word in words]
+                at = i * tile.groups * tile.joined + jnp.arange(tile.groups * tile.joined)
+                for p in range(0, 4, tile.joined):
+                    x = plt.load(x_ref.at[token[:, None], (4 * j + p) // tile.joined, at[None, :]])
+                    ws = [join(four[p : p + tile.joined]) for four in planes]
                     totals = tuple(t + plt.dot(x, w, trans_b=True) for t, w in zip(totals, ws, strict=True))
                 return totals
 
             return jax.lax.fori_loop(0, WORDS, four_planes, totals)
 
         zero = jnp.zeros((members, tile.rows), jnp.float32)
-        totals = jax.lax.fori_loop(0, x_ref.shape[2] // tile.groups, step, (zero,) * len(matrices))
+        totals = jax.lax.fori_loop(0, x_ref.shape[2] // (tile.groups * tile.joined), step, (zero,) * len(matrices))
         first, *second = (t * (1 / SCALE_UP) for t in totals)
         y = first
         if clamp is not None:

@@ -7,7 +7,7 @@ all values is the sum of the planes' products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import jax
@@ -27,9 +27,18 @@ Word = Callable[[jax.Array], list[jax.Array]]  # its number (which need not be k
 Read = Callable[[str], jax.Array]  # name of a field -> its tile [rows, groups]: words int32, d and dmin f32 spread over their groups
 
 
-def to_planes(x: jax.Array) -> jax.Array:
-    """Bring rows [M, K] into planes: f16 [M, 32, K/32]."""
-    return jnp.swapaxes(x.reshape(x.shape[0], -1, GROUP), 1, 2).astype(jnp.float16)
+def to_planes(x: jax.Array, joined: int) -> jax.Array:
+    """Bring rows [M, K] into planes, `joined` of them side by side: f16 [M, 32 / joined, K/32 * joined]."""
+    m, k = x.shape
+    return jnp.swapaxes(x.reshape(m, k // GROUP, GROUP // joined, joined), 1, 2).reshape(m, GROUP // joined, -1).astype(jnp.float16)
+
+
+def join(planes: Sequence[jax.Array]) -> jax.Array:
+    """Put n planes [rows, groups] side by side, group by group: [rows, groups * n]."""
+    if len(planes) == 1:
+        return planes[0]
+    both = jnp.stack([join(planes[::2]), join(planes[1::2])], axis=-1)
+    return both.reshape(both.shape[0], -1)
 
 
 def _iq2_xxs(read: Read) -> Word:
