@@ -1,15 +1,23 @@
-"""Copies of parts of slots on their way to the host."""
+"""Copies of arrays on their way to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ds4jax.serving.engine.device import DeviceStepError
 
 Arrays = dict[str, np.ndarray]
+
+
+def begin_copy(array: jax.Array) -> None:
+    """Start the copy to the host: by the time it is asked for it is usually here."""
+    # A CPU's arrays are read where they lie; starting a copy of one takes a tenth of a millisecond or three.
+    if jax.default_backend() != "cpu":
+        array.copy_to_host_async()
 
 
 class Exported:
@@ -21,7 +29,7 @@ class Exported:
     def __init__(self, arrays: Mapping[str, Any], cut: Callable[[Arrays], Arrays] = lambda arrays: arrays) -> None:
         self._arrays, self._cut = arrays, cut
         for array in arrays.values():
-            array.copy_to_host_async()
+            begin_copy(array)
 
     def ready(self) -> bool:
         """Whether the device has made it."""

@@ -20,7 +20,7 @@ from ds4jax.model.model import Model
 from ds4jax.serving.engine import batch
 from ds4jax.serving.engine.api import NO_ADJUSTMENTS, GenerateRequest, SamplingParams, TokenLogprobs
 from ds4jax.serving.engine.buckets import PrefillShape, nearest, prefill_shape
-from ds4jax.serving.engine.copies import Exported
+from ds4jax.serving.engine.copies import Exported, begin_copy
 from ds4jax.serving.engine.device import Chunk, DeviceStepError, Row
 from ds4jax.serving.engine.kvstore import Part
 from ds4jax.serving.engine.log import logger
@@ -61,7 +61,7 @@ class Step:
     def expect_logprobs(self, samplings: Iterable[SamplingParams]) -> None:
         """Start their copy to the host if any row wants them."""
         if any(sampling.logprobs is not None for sampling in samplings):
-            self._scores.copy_to_host_async()
+            begin_copy(self._scores)
 
     def tokens(self) -> list[int]:
         """Wait for the sampled tokens; -1 (`sampling.UNUSABLE`) where a row's logits were."""
@@ -263,8 +263,7 @@ class Runner:
         except Exception as error:
             raise self._recover(error, leaves) from error
         self._cache = DeviceCache(out)
-        # Starts the copy now: by the time the tokens are asked for they are usually here.
-        tokens.copy_to_host_async()
+        begin_copy(tokens)
         return Step(self, tokens, scores, logits, n_row)
 
     def _adopt(self, program: Program) -> None:
