@@ -18,7 +18,6 @@ from ds4jax.serving.engine.slots import Choice, SlotTable
 POLL_US = 1000  # how often a resting engine looks for what came from the disk or the device
 SHUTDOWN_S = 20.0  # for what is saved at the end, all of it
 _AT_ONCE = 4  # pieces between two steps while nobody waits for the next token; else one
-_STEPS_A_SAVED_PIECE = 2  # and of what is saved, one in so many steps, that those who decode hardly notice
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,7 @@ class Disk:
     def advance_saves(self, *, decoding: bool) -> None:
         """Do a little of what is being saved. Raises DeviceStepError."""
         if self.saves:
-            n_launched = self._pipeline.n_launched
-            rests = n_launched % _STEPS_A_SAVED_PIECE != 0
-            self.saves.advance(self._pipeline.n_read, n_launched, _AT_ONCE if not decoding else 0 if rests else 1)
+            self.saves.advance(self._pipeline.n_read, self._pipeline.n_launched, 1 if decoding else _AT_ONCE)
 
     def advance_loads(self, *, decoding: bool) -> list[Session]:
         """Do a little of what is being loaded; returns the sessions whose slots were filled. Raises DeviceStepError."""
