@@ -7,7 +7,8 @@ Through the public engine, greedy, with the small default model if none is named
 - second_turn: time to the first token of a conversation's second turn, against that of the same prompt in an engine without it.
 - shared: tokens computed for eight sessions that come at once with one system prompt, against one of them alone.
 - restart: time to the first token of a conversation whose engine was closed, from disk, against that of a new prompt.
-- saving: time between two tokens of seven sessions while a long one that loses its slot is being saved, against just before.
+- saving: time between two tokens of seven sessions while a long one that loses its slot is being saved, against before and after (steps
+  grow longer as their contexts do).
 """
 
 from __future__ import annotations
@@ -144,10 +145,13 @@ class Bench:
                     time.sleep(0.01)
                 newcomer = ask(engine, self.prompt(OWN)).wait()
                 wait_until(lambda n=repeat: engine.stats().saves.get("evict", 0) > n)
+                saved_at = time.perf_counter()
+                wait_until(lambda one=decoders[-1], since=saved_at: len(gaps_ms(one, since, time.perf_counter())) >= 100)
                 for one in decoders:
                     engine.cancel(one.id)
                     one.wait()
-                alone += gaps_ms(decoders[-1], newcomer.submitted - 100 * median_gap_s(decoders[-1]), newcomer.submitted)
+                before = gaps_ms(decoders[-1], newcomer.submitted - 100 * median_gap_s(decoders[-1]), newcomer.submitted)
+                alone += before[-100:] + gaps_ms(decoders[-1], saved_at, time.perf_counter())[:100]
                 beside += gaps_ms(decoders[-1], newcomer.submitted, newcomer.started)
         return result("saving", self.n_tokens, median(alone), median(beside), "ms", len(beside))
 
