@@ -19,7 +19,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,8 +141,7 @@ class Bench:
             for repeat in range(self.n_repeat):
                 ask(engine, self.prompt(self.n_tokens)).wait()
                 decoders = [ask(engine, self.prompt(OWN), n=2000) for _ in range(SLOTS - 1)]
-                while min(len(one.times) for one in decoders) < 150:
-                    time.sleep(0.01)
+                wait_until(lambda all=decoders: min(len(one.times) for one in all) >= 150)
                 newcomer = ask(engine, self.prompt(OWN)).wait()
                 wait_until(lambda n=repeat: engine.stats().saves.get("evict", 0) > n)
                 saved_at = time.perf_counter()
@@ -156,9 +155,12 @@ class Bench:
         return result("saving", self.n_tokens, median(alone), median(beside), "ms", len(beside))
 
 
-def wait_until(condition: Any) -> None:
-    """Wait for what other threads bring about."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what other threads bring about. Raises TimeoutError where it does not come, as when a session ends too soon."""
+    deadline = time.monotonic() + 600
     while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("sessions: waited ten minutes for the others to decode, or for a save to end")
         time.sleep(0.01)
 
 

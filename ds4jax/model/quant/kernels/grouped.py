@@ -105,17 +105,12 @@ def gate_up(
     x: f16 [T, D] in planes (`to_planes`). weight: f32 [T, X]. Result p is that of pair p = token * X + choice; unspecified for nobody.
     """
     n, n_pair, tile, joined = gate.shape[-2], weight.size, tiles.gate_up, tiles.down.joined
-    statics: dict[str, Any] = {
-        "kind": gate.kind,
-        "tile": tile,
-        "n_expert": gate.shape[1],
-        "per_token": weight.shape[1],
-        "clamp": clamp,
-        "joined": joined,
-    }
+    kernel = partial(
+        _kernel, kind=gate.kind, tile=tile, n_expert=gate.shape[1], per_token=weight.shape[1], clamp=clamp, joined=joined
+    )  # fmt: skip
     out = jax.ShapeDtypeStruct((n_pair, n), jnp.float16)
     operands = [layer, blocks.expert, blocks.pair, x, weight.reshape(-1)]
-    hidden = _multiply(partial(_kernel, **statics), out, operands, [gate, up], tile, "experts_gate_up")
+    hidden = _multiply(kernel, out, operands, [gate, up], tile, "experts_gate_up")
     return hidden.reshape(n_pair, GROUP // joined, -1)
 
 
