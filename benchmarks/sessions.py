@@ -1,6 +1,6 @@
 """Measure what sessions gain that need not be computed again, and what it costs the others to save one.
 
-    python benchmarks/sessions.py [--model FILE.gguf] [--tokens 12288] [--repeats 8] [--csv FILE]
+    python benchmarks/sessions.py [--model FILE.gguf | --random flash-q2 [--layers N]] [--tokens 12288] [--repeats 8] [--csv FILE]
 
 Through the public engine, greedy, with the small default model if none is named:
 
@@ -28,11 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from ds4jax import Engine, Model, load_model, small_model
+from ds4jax import Engine, Model
 from ds4jax.cli.bench_report import append_csv, origin, print_table
-from ds4jax.cli.loading import Numerics
+from ds4jax.cli.loading import Numerics, open_model
 from ds4jax.config import EngineConfig, KVPolicy
-from ds4jax.model.gguf.reader import GGUFFile
 from ds4jax.serving.engine.api import Event, Finish, GenerateRequest, SamplingParams, Started, Token
 from ds4jax.serving.engine.bench import device_name
 
@@ -184,15 +183,16 @@ def main() -> None:
     """Measure, print, and append to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--random", default=None, help="weights, as for ds4jax bench")
+    parser.add_argument("--layers", type=int, default=None, help="only the first so many of --random")
     parser.add_argument("--tokens", type=int, default=12288, help="of the long conversation")
     parser.add_argument("--repeats", type=int, default=8, help="of saving")
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--only", choices=("second_turn", "shared", "restart", "saving"), action="append")
     options = parser.parse_args()
-    path = options.model or small_model()
-    kv_quant, dtype = Numerics().resolve(GGUFFile(path).config)
-    model = load_model(path, kv_quant=kv_quant, dtype=dtype)
-    subject = {**origin(device_name()), "model": model.config.name, "kv_quant": kv_quant, "dtype": dtype, "slots": SLOTS}
+    model = open_model(options.model, options.random, options.layers, Numerics())
+    spec = model.spec
+    subject = {**origin(device_name()), "model": spec.config.name, "kv_quant": spec.kv_quant, "dtype": spec.dtype, "slots": SLOTS}
     with tempfile.TemporaryDirectory(prefix="ds4jax-sessions-") as folder:
         bench = Bench(model, options.tokens, Path(folder), options.repeats)
         rows = [getattr(bench, what)() for what in options.only or ("second_turn", "shared", "restart", "saving")]
