@@ -19,6 +19,7 @@ def precompile(
     snapshots: Annotated[int | None, typer.Option(min=0, help="As for serve.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(min=1, help="As for serve.")] = None,
     kv_disk_dir: Annotated[Path | None, typer.Option(help="As for serve; nothing is read or written there.")] = None,
+    jobs: Annotated[int | None, typer.Option("-j", "--jobs", min=1, help="Programs compiled at a time. Default: 4, or the cores.")] = None,
     backend: BackendOption = "auto",
     kv_quant: Annotated[str, typer.Option(help="As for serve.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for serve.")] = "auto",
@@ -44,7 +45,7 @@ def precompile(
     directory = program_directory()
     shapes = engine_shapes(read_spec(path, Numerics(kv_quant, dtype)), settings, on_disk=kv_disk_dir is not None)
     with console.program_progress() as on_program:
-        for program in compile_all(shapes, ProgramStore(directory)):
+        for program in compile_all(shapes, ProgramStore(directory), n_jobs=jobs):
             on_program(program)
             console.note(f"{program.name:16} {program.seconds:8.2f} s  {console.human_bytes(program.size_bytes)}")
     print(directory)

@@ -185,13 +185,17 @@ class TestFiles:
 
 def test_precompile_takes_what_decides_the_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("ds4jax.serving.engine.programs.compile_all", lambda shapes, store: seen.append(shapes) or [])
+    jobs: list[int | None] = []
+    monkeypatch.setattr(
+        "ds4jax.serving.engine.programs.compile_all", lambda shapes, store, n_jobs: seen.append(shapes) or jobs.append(n_jobs) or []
+    )
     path = str(write_two_layers(tmp_path / "m.gguf"))
-    result = run(*"precompile --batched-session 2 --ctx 512 --prefill-chunk 256 --snapshots 3 -m".split(), path)
+    result = run(*"precompile --batched-session 2 --ctx 512 --prefill-chunk 256 --snapshots 3 --jobs 1 -m".split(), path)
     assert result.exit_code == 0, result.output
     (shapes,) = seen
     assert (shapes.n_slot, shapes.n_ctx, shapes.prefill_buckets[-1], shapes.n_snapshot) == (2, 512, 256, 3)
     assert run("precompile", "--kv-disk-dir", str(tmp_path / "none"), "-m", path).exit_code == 0
+    assert jobs == [1, None]
     assert seen[1].transfers and not shapes.transfers and not (tmp_path / "none").exists()
 
 

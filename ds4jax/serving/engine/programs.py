@@ -288,9 +288,9 @@ class ProgramStore:
         return len(data)
 
 
-def compile_all(shapes: Shapes, store: ProgramStore, keys: Sequence[Key] | None = None) -> Iterator[Program]:
-    """Get programs (all of them, or those named), several at a time; yields each as it is ready, in order."""
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="compile") as pool:
+def compile_all(shapes: Shapes, store: ProgramStore, keys: Sequence[Key] | None = None, n_jobs: int | None = None) -> Iterator[Program]:
+    """Get programs (all of them, or those named), n_jobs at a time; yields each as it is ready, in order."""
+    with ThreadPoolExecutor(n_jobs or min(4, os.cpu_count() or 1), thread_name_prefix="compile") as pool:
         yield from pool.map(partial(store.get, shapes), shapes.keys if keys is None else keys)
 
 
