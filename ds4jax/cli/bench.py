@@ -134,7 +134,7 @@ def load(
     backend: BackendOption = "auto",
     csv: CsvOption = None,
 ) -> None:
-    """Measure loading, from the open file to the last weight on the device."""
+    """Measure loading, from the open file to the last weight on the device, and the memory it takes beside the file's map (host gb)."""
     from ds4jax.cli.loading import Numerics, read_spec
     from ds4jax.cli.options import choose_backend
     from ds4jax.serving.engine.backend import select_backend
@@ -149,7 +149,7 @@ def load(
     size_bytes = sum(tensor.nbytes for tensor in GGUFFile(file).tensors.values())
     rows = []
     for run in range(1, repeats + 1):
-        seconds = measure_load(GGUFFile(file), spec)
+        measured = measure_load(GGUFFile(file), spec)
         rows.append(
             {
                 **origin(device_name()),
@@ -158,12 +158,13 @@ def load(
                 "layers": spec.config.n_layer,
                 "run": run,
                 "gb": size_bytes / 1e9,
-                "seconds": seconds,
-                "gb_per_s": size_bytes / 1e9 / seconds,
+                "seconds": measured.seconds,
+                "gb_per_s": size_bytes / 1e9 / measured.seconds,
+                "host_gb": None if measured.host_bytes is None else measured.host_bytes / 1e9,
                 **command_line(),
             }
         )
-    print_table(f"loading {file.name}, {device_name()}", rows, ("run", "gb", "seconds", "gb_per_s"))
+    print_table(f"loading {file.name}, {device_name()}", rows, ("run", "gb", "seconds", "gb_per_s", "host_gb"))
     _append(csv, rows)
 
 

@@ -83,6 +83,7 @@ def test_load_counts_the_bytes_of_a_file(tmp_path: Path) -> None:
     first, second = read(path)
     assert (first["run"], second["run"], first["quant"]) == ("1", "2", "q4")
     assert float(first["gb"]) == pytest.approx(weights.stat().st_size / 1e9, rel=0.02)
+    assert 0 <= float(second["host_gb"]) < 10 * float(second["gb"])
 
 
 @pytest.mark.parametrize(

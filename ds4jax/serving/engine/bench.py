@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -236,11 +237,44 @@ def measure_pairs(a: DecodeBench, b: DecodeBench, n_pairs: int, n_steps: int) ->
         yield first, second
 
 
-def measure_load(file: GGUFFile, spec: ModelSpec) -> float:
-    """Return the seconds that loading takes, until the last weight is on the device. Raises what `load_leaves` raises."""
-    started = time.perf_counter()
-    jax.block_until_ready(load_leaves(file, spec).leaves)
-    return time.perf_counter() - started
+@dataclass(frozen=True)
+class LoadTimes:
+    """Seconds until the last weight is on the device, and the most memory that the process took meanwhile beyond what it had and the map
+    of the file; on a CPU the weights themselves are in it. None where the system does not tell."""
+
+    seconds: float
+    host_bytes: int | None
+
+
+def measure_load(file: GGUFFile, spec: ModelSpec) -> LoadTimes:
+    """Load a file's weights and forget them. Raises what `load_leaves` raises."""
+    before, done = anonymous_bytes(), False
+
+    def watch() -> int:
+        peak = 0
+        while not done:
+            peak = max(peak, anonymous_bytes() or 0)
+            time.sleep(0.005)
+        return peak
+
+    with ThreadPoolExecutor(1, thread_name_prefix="memory") as pool:
+        peak = pool.submit(watch)
+        started = time.perf_counter()
+        try:
+            jax.block_until_ready(load_leaves(file, spec).leaves)
+            seconds = time.perf_counter() - started
+        finally:
+            done = True
+    return LoadTimes(seconds, None if before is None else max(peak.result() - before, 0))
+
+
+def anonymous_bytes() -> int | None:
+    """Return the memory of this process that is no file's, None where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")), None)
 
 
 def device_name() -> str:
