@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("second_turn", "shared", "restart", "saving"), action="append")
     options = parser.parse_args()
     model = open_model(options.model, options.random, options.layers, Numerics())
+    model.digest = model.digest or "random"  # else nothing of it would be kept; the folder goes with this process
     spec = model.spec
     subject = {**origin(device_name()), "model": spec.config.name, "kv_quant": spec.kv_quant, "dtype": spec.dtype, "slots": SLOTS}
     with tempfile.TemporaryDirectory(prefix="ds4jax-sessions-") as folder:
