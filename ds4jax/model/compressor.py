@@ -68,25 +68,26 @@ class Compressor(nnx.Module):
         window = Window(window.u.at[layer, slot, at].set(u, mode="drop"), window.z.at[layer, slot, at].set(z, mode="drop"))
         closes = position % self.ratio == self.ratio - 1
 
-        def close(carry: tuple[Window, Rows]) -> tuple[Window, Rows]:
-            window, rows = carry
+        entry = position // self.ratio
+
+        def pooled(window: Window) -> tuple[jax.Array, jax.Array, jax.Array]:
             live_u, live_z = (a.at[layer, slot].get(mode="clip") for a in (window.u, window.z))  # [B, lead + ratio, columns]
-            entry = position // self.ratio
-            row = self.finish(self.pool(live_u, live_z), entry)
-            rows = rows.write(layer, slot, jnp.where(closes, entry, rows.n_row), row)
-            if self.lead:  # the window that closed becomes the previous one
-                keep = closes[:, None, None]
-                shifted = (jnp.where(keep, a[:, self.lead :], a[:, : self.lead]) for a in (live_u, live_z))
-                new_u, new_z = shifted
-                first = jnp.arange(self.lead)[None, :]
-                window = Window(
-                    window.u.at[layer, slot[:, None], first].set(new_u, mode="drop"),
-                    window.z.at[layer, slot[:, None], first].set(new_z, mode="drop"),
-                )
-            return window, rows
+            return self.finish(self.pool(live_u, live_z), entry), live_u[:, self.lead :], live_z[:, self.lead :]
+
+        def nothing(window: Window) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(pooled, window))
 
         # Most steps close no window of 128; reading those states every step would cost as much as the window attention.
-        return jax.lax.cond(jnp.any(closes), close, lambda carry: carry, (window, rows))
+        # States go in, but do not come out: what a branch returns is copied, and that would be the states of all slots.
+        row, own_u, own_z = jax.lax.cond(jnp.any(closes), pooled, nothing, window)
+        rows = rows.write(layer, slot, jnp.where(closes, entry, rows.n_row), row)
+        if self.lead:  # the window that closed becomes the previous one
+            first = jnp.where(closes[:, None], jnp.arange(self.lead)[None, :], window.u.shape[2])
+            window = Window(
+                window.u.at[layer, slot[:, None], first].set(own_u, mode="drop"),
+                window.z.at[layer, slot[:, None], first].set(own_z, mode="drop"),
+            )
+        return window, rows
 
     def chunk(
         self, window: Window, rows: Rows, layer: jax.Array, slot: jax.Array, start: jax.Array, n: jax.Array, u: jax.Array, z: jax.Array
