@@ -239,8 +239,8 @@ def measure_pairs(a: DecodeBench, b: DecodeBench, n_pairs: int, n_steps: int) ->
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """Seconds until the last weight is on the device, and the most memory that the process took meanwhile beyond what it had and the map
-    of the file; on a CPU the weights themselves are in it. None where the system does not tell."""
+    """Seconds until the last weight is on the device, and the most host memory that loading took beside the map of the file: what the
+    started runtime has of its own is not in it, on a CPU the weights are. None where the system does not tell."""
 
     seconds: float
     host_bytes: int | None
@@ -248,6 +248,7 @@ class LoadTimes:
 
 def measure_load(file: GGUFFile, spec: ModelSpec) -> LoadTimes:
     """Load a file's weights and forget them. Raises what `load_leaves` raises."""
+    jax.block_until_ready(jax.device_put(0))  # starts the runtime, which on a GPU takes gigabytes of its own
     before, done = anonymous_bytes(), False
 
     def watch() -> int:
