@@ -38,7 +38,7 @@ class RunningSoftmax:
         weight = jnp.exp(logit - peak[..., None])
         decay = jnp.exp(self.peak - peak)
         total = rounded(self.total * decay) + ordered_sum(weight, -1)[..., 0]
-        value = rounded(self.value * decay[..., None]) + jnp.einsum("btnr,brk->btnk", weight, rows, precision=jax.lax.Precision.HIGHEST)
+        value = rounded(self.value * decay[..., None]) + _einsum("btnr,brk->btnk", weight, rows)
         return RunningSoftmax(peak, total, value)
 
     def result(self) -> jax.Array:
@@ -48,6 +48,15 @@ class RunningSoftmax:
 
 def products(q: jax.Array, rows: jax.Array) -> jax.Array:
     """Multiply queries [B, T, N, K] by the rows [B, n, K] of their batch row: [B, T, N, n] f32."""
+    if q.shape[1] == 1 and jax.default_backend() == "cpu":
+        # Few queries meet many rows. As second operand the rows would be turned around first, which takes longer than the product; so
+        # they stand first, and the result is turned around: behind a barrier, or the compiler puts the operands back as they were.
+        by_row = dot(rows[0], q[0, 0])[None] if len(q) == 1 else _einsum("brk,bnk->brn", rows, q[:, 0])
+        return jnp.swapaxes(jax.lax.optimization_barrier(by_row), 1, 2)[:, None]
     if len(rows) == 1:  # XLA turns a batch of one over and over until it is another product, with sums in another order
         return dot(q.reshape(-1, q.shape[-1]), rows[0]).reshape(*q.shape[:-1], rows.shape[1])
-    return jnp.einsum("btnk,brk->btnr", q, rows, precision=jax.lax.Precision.HIGHEST)
+    return _einsum("btnk,brk->btnr", q, rows)
+
+
+def _einsum(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(axes, a, b, precision=jax.lax.Precision.HIGHEST)
