@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -39,13 +40,14 @@ def iq2_xxs(fields: dict[str, Array]) -> Array:
     s = (signs >> 28).astype(jnp.float32).reshape(*d.shape, 8)
     scale = (d[..., None] * (s + 0.5) * 0.25).reshape(index.shape)
     k = _counter(*index.shape, 4)
-    entry = index[..., None] >> 8 * k & 255
-    pattern = signs[..., None] >> 7 * k & 127
+    entry = lax.bitcast_convert_type(index, jnp.uint8)
+    # Shifts one after the other: the compiler makes an array of shifts once, outside of the loop over layers, and reads it for every value.
+    pattern = reduce(lax.shift_right_logical, [k] * 7, jnp.broadcast_to(signs[..., None], k.shape)) & 127
     # The eighth sign is not stored: it makes the number of minus signs even.
     pattern = pattern | lax.population_count(pattern) << 7
     # Looking up 16-bit selectors and computing magnitudes is twice as fast on a CPU as looking up vectors of eight.
     j = _counter(*pattern.shape, 8)
-    magnitude = _magnitude(jnp.asarray(SELECTORS)[entry][..., None] >> 2 * j & 3).astype(jnp.int32)
+    magnitude = _magnitude(jnp.asarray(SELECTORS)[entry][..., None] >> j >> j & 3).astype(jnp.int32)
     quants = jnp.where(pattern[..., None] >> j & 1 == 1, -magnitude, magnitude).astype(jnp.float32)
     return (scale[..., None, None] * quants).reshape(*index.shape[:-1], -1)
 
