@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
-from ds4jax.model.quant import QTensor, expert_apply, matmul, precise_matmul, project, route
+from ds4jax.model.quant import QTensor, dequantize, dot, expert_apply, matmul, precise_matmul, project, route, take_layer
 from ds4jax.model.quant.kernels import experts, grouped
 from ds4jax.model.sums import ordered_sum
 from ds4jax.model.weights import Take
@@ -18,6 +18,8 @@ class Experts(nnx.Param):
     layer: their product picks layer and expert together, so nobody copies the experts of a layer to use a few."""
 
 
+FEW_EXPERTS = 8  # all of them expanded together take as long as about three visited one by one
+COLUMNS = 16  # where a product has no multiple of so many, a library adds in another order
 GROUPED_FROM = 256  # tokens that share the decoding of an expert's weights; fewer meet it one by one
 MIN_WEIGHT_SUM = 2.0**-14  # floor of the routing weights' sum, as ds4 has it
 
@@ -79,7 +81,8 @@ class MoE(nnx.Module):
             routed = experts.apply_experts(x, weight, pairs, weights, jnp.reshape(layer, 1).astype(jnp.int32), self.clamp)
             terms = [routed[:, i] for i in range(n_used)]
         else:
-            routed = self._routed(x.astype(dtype), weight, chosen, weights, layer).reshape(m, n_used, d)
+            apply = all_of_them if suits_all(weights, m) else chosen_only
+            routed = apply(x.astype(dtype), weight, chosen.reshape(m, n_used), weights, layer, self.clamp).reshape(m, n_used, d)
             terms = [routed[:, i] for i in range(n_used)]
 
         gate_up = self.gate_up_shexp.get_value()
@@ -88,16 +91,50 @@ class MoE(nnx.Module):
         # Term by term: elementwise sums fuse, where a reduction over so short an axis is a slow kernel of its own on a CPU.
         return sum(terms, shared)
 
-    def _routed(self, x: jax.Array, weight: jax.Array, chosen: jax.Array, weights: list[QTensor], layer: jax.Array) -> jax.Array:
-        """Apply the chosen experts [M*X] to x [M, D]: f32 [M*X, D]."""
-        plan = route(chosen, self.config.n_expert)
 
-        def one(w1: QTensor, w3: QTensor, w2: QTensor, x: jax.Array, weight: jax.Array) -> jax.Array:
-            gate, up = (matmul(x, w, out_dtype=jnp.float32) for w in (w1, w3))
-            hidden = swiglu(gate, up, self.clamp) * weight
-            return matmul(hidden.astype(x.dtype), w2, out_dtype=jnp.float32)
+def chosen_only(x: jax.Array, weight: jax.Array, chosen: jax.Array, weights: list[QTensor], layer: jax.Array, clamp: float) -> jax.Array:
+    """Apply to each row the experts that it chose, visited one by one.
 
-        return expert_apply(one, weights, [jnp.repeat(x, weight.shape[1], axis=0), weight.reshape(-1, 1)], plan, layer)
+    Args:
+        x: [M, D]. weight: [M, X] f32. chosen: int32 [M, X], E where a row chooses nobody.
+        weights: gate and up [L, E, F, D], and down [L, E, D, F], of which `layer` is used. clamp: of `swiglu`.
+
+    Returns:
+        f32 [M*X, D], 0 where nobody is chosen.
+    """
+
+    def one(w1: QTensor, w3: QTensor, w2: QTensor, x: jax.Array, weight: jax.Array) -> jax.Array:
+        gate, up = (matmul(x, w, out_dtype=jnp.float32) for w in (w1, w3))
+        hidden = swiglu(gate, up, clamp) * weight
+        return matmul(hidden.astype(x.dtype), w2, out_dtype=jnp.float32)
+
+    plan = route(chosen.reshape(-1), weights[0].shape[1])
+    return expert_apply(one, weights, [jnp.repeat(x, weight.shape[1], axis=0), weight.reshape(-1, 1)], plan, layer)
+
+
+def all_of_them(x: jax.Array, weight: jax.Array, chosen: jax.Array, weights: list[QTensor], layer: jax.Array, clamp: float) -> jax.Array:
+    """Do as `chosen_only`, and give the same bits, by applying every expert of the layer to every row and picking what was chosen."""
+    m, n_used = weight.shape
+    w1, w3, w2 = (dequantize(take_layer(w, layer), x.dtype) for w in weights)  # [E, F, D] twice, [E, D, F]
+    n_expert, more = len(w1), -m % COLUMNS
+    rows = jnp.pad(x, ((0, more), (0, 0)))
+    # Weights stand first: as the second operand a library would turn all of them around before every product.
+    gate, up = (dot(w.reshape(-1, w.shape[-1]), rows).reshape(*w.shape[:2], -1) for w in (w1, w3))  # [E, F, M]
+    is_chosen = chosen[None] == jnp.arange(n_expert)[:, None, None]  # [E, M, X]
+    scale = jnp.pad(jnp.max(jnp.where(is_chosen, weight, 0), axis=-1), ((0, 0), (0, more)))  # weights are positive
+    hidden = swiglu(gate, up, clamp) * scale[:, None, :]
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = jnp.einsum("edf,efm->edm", w2, hidden.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+    picked = y.at[chosen, :, jnp.arange(m)[:, None]].get(mode="clip")  # [M, X, D]
+    return jnp.where((chosen < n_expert)[..., None], picked, 0).reshape(m * n_used, -1)
+
+
+def suits_all(weights: list[QTensor], n_row: int) -> bool:
+    """Whether `all_of_them` is faster: where the experts are few and most of the work is to expand them, which all cores share in one
+    large operation but not in small ones. So it is on a CPU, but for formats that lie by columns, whose expansion costs little.
+    """
+    is_costly = jax.default_backend() == "cpu" and not any(w.matrix for w in weights)
+    return is_costly and weights[0].shape[1] <= FEW_EXPERTS and 1 < n_row <= GROUPED_FROM
 
 
 def swiglu(gate: jax.Array, up: jax.Array, clamp: float) -> jax.Array:
