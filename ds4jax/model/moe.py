@@ -18,8 +18,8 @@ class Experts(nnx.Param):
     layer: their product picks layer and expert together, so nobody copies the experts of a layer to use a few."""
 
 
-FEW_EXPERTS = 8  # all of them expanded together take as long as about three visited one by one
-COLUMNS = 16  # where a product has no multiple of so many, a library adds in another order
+FEW_EXPERTS = 8  # that are expanded together for a few rows; measured with six, of which a row takes two
+PRODUCT_COLUMNS = 16  # a library adds in another order where a product has no multiple of so many
 GROUPED_FROM = 256  # tokens that share the decoding of an expert's weights; fewer meet it one by one
 MIN_WEIGHT_SUM = 2.0**-14  # floor of the routing weights' sum, as ds4 has it
 
@@ -116,12 +116,13 @@ def all_of_them(x: jax.Array, weight: jax.Array, chosen: jax.Array, weights: lis
     """Do as `chosen_only`, and give the same bits, by applying every expert of the layer to every row and picking what was chosen."""
     m, n_used = weight.shape
     w1, w3, w2 = (dequantize(take_layer(w, layer), x.dtype) for w in weights)  # [E, F, D] twice, [E, D, F]
-    n_expert, more = len(w1), -m % COLUMNS
+    n_expert, more = len(w1), -m % PRODUCT_COLUMNS
     rows = jnp.pad(x, ((0, more), (0, 0)))
     # Weights stand first: as the second operand a library would turn all of them around before every product.
     gate, up = (dot(w.reshape(-1, w.shape[-1]), rows).reshape(*w.shape[:2], -1) for w in (w1, w3))  # [E, F, M]
     is_chosen = chosen[None] == jnp.arange(n_expert)[:, None, None]  # [E, M, X]
-    scale = jnp.pad(jnp.max(jnp.where(is_chosen, weight, 0), axis=-1), ((0, 0), (0, more)))  # weights are positive
+    # Weights are positive, and the same where a row names an expert twice.
+    scale = jnp.pad(jnp.max(jnp.where(is_chosen, weight, 0), axis=-1), ((0, 0), (0, more)))
     hidden = swiglu(gate, up, clamp) * scale[:, None, :]
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = jnp.einsum("edf,efm->edm", w2, hidden.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
